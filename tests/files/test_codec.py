@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from resumable.boundary import Boundary
 from resumable.errors import CannotStore
-from resumable.files import codec, decoder, encoder, tensor_file, tensor_groups
+from resumable.files import codec, decoder, tensor_file
 
 CPU = torch.device("cpu")
 PLACES = [None, lambda path, device: CPU]
@@ -194,7 +194,7 @@ def containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 trees = st.recursive(st.deferred(lambda: scalars) | tensors() | arrays(), containers, max_leaves=12)
 
 
-@settings(deadline=None, database=None, max_examples=400)
+@settings(deadline=None, database=None, max_examples=150)
 @given(trees)
 @example({1: "int", "1": "text", "$tuple": [1], "__metadata__": torch.ones(1)})
 @example([math.nan, -math.nan, -0.0, {math.nan: 1, float("nan"): 2}, {math.nan, float("nan")}])
@@ -216,16 +216,6 @@ def test_a_dense_tensor_comes_back_with_its_strides(tensor: torch.Tensor) -> Non
     found = there_and_back(tensor, PLACES[1])
     is_dense = torch.ops.aten.is_non_overlapping_and_dense(tensor)
     assert layout(found) == layout(tensor if is_dense else tensor.contiguous())
-
-
-@settings(deadline=None, database=None)
-@given(trees)
-@example(torch.arange(3.0).expand(2, 3))
-@example(torch.arange(6.0).to(torch.complex128).reshape(2, 3).t())
-def test_a_tree_that_was_never_in_a_file_can_be_decoded_too(tree: Any) -> None:
-    encoded = codec.encode(tree)
-    for place in PLACES:
-        assert picture(codec.decode(encoded.json, encoded.tensors, place)) == picture(tree)
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
@@ -257,11 +247,6 @@ def test_a_numpy_value_that_is_unlike_the_others_comes_back(value: Any) -> None:
     assert repr(found) == repr(value)
 
 
-def test_a_numpy_string_keeps_the_zeros_at_its_end() -> None:
-    assert str.__str__(there_and_back(np.str_("a\0"))) == "a\0"
-    assert bytes(there_and_back(np.bytes_(b"a\0"))) == b"a\0"
-
-
 @pytest.mark.parametrize(
     "number", [10**5000, -(10**5000), 2**53, -(2**53) - 1], ids=["+", "-", "2**53", "-2**53-1"]
 )
@@ -289,8 +274,12 @@ def test_the_order_of_a_set_does_not_show_in_the_file() -> None:
 
 
 def test_plain_values_are_plain_json() -> None:
-    plain = {"lr": 0.1, "step": 3, "name": "é", "flags": [True, None], "nested": {"a": {}}}
-    assert codec.encode(plain).json == plain
+    for plain in (
+        None,
+        True,
+        {"lr": 0.1, "step": 3, "name": "é", "flags": [True, None], "nested": {"a": {}}},
+    ):
+        assert codec.encode(plain).json == plain
 
 
 def test_tied_tensors_are_stored_once_and_stay_tied() -> None:
@@ -302,29 +291,10 @@ def test_tied_tensors_are_stored_once_and_stay_tied() -> None:
     assert len({found[name].data_ptr() for name in "acd"}) == 3
 
 
-@settings(deadline=None, database=None)
-@given(st.lists(st.sampled_from([0.0, -0.0, 1.5, math.inf]), min_size=1, max_size=3))
-def test_a_view_that_only_promises_to_negate_or_conjugate_comes_back_so(values: list[float]) -> None:
-    dense, wide = torch.tensor(values), torch.tensor(values, dtype=torch.complex64)
-    tree = {
-        "neg": torch._neg_view(dense),
-        "conj": wide.conj(),
-        "both": wide.conj().imag,
-        "plain": [dense, wide],
-    }
-    assert picture(there_and_back(tree)) == picture(tree)
-
-
 def test_a_square_matrix_is_not_tied_to_its_transpose() -> None:
     weight = torch.arange(4.0).reshape(2, 2)
     tree = {"a": weight, "b": weight.t()}
     assert picture(there_and_back(tree)) == picture(tree)
-
-
-def test_empty_tensors_and_other_dtypes_at_one_place_are_not_tied() -> None:
-    weight = torch.zeros(2)
-    values = {"a": weight[:0], "b": weight[:0], "c": weight, "d": weight.view(torch.int32), "e": weight[:1]}
-    assert list(codec.encode(values).tensors) == list("abcde")
 
 
 def test_without_a_place_tensors_share_the_memory_that_they_were_read_into() -> None:
@@ -344,14 +314,6 @@ def test_with_a_place_tensors_are_new_and_lie_where_it_says() -> None:
     found = codec.decode(encoded.json, encoded.tensors, place)
     assert asked == [(("state", "0"), "cpu"), (("state", "b", "0"), "cpu")]
     assert found["state"][0].is_meta
-
-
-@pytest.mark.parametrize("device", ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))])
-def test_a_tensor_says_on_which_device_it_lay(device: str) -> None:
-    asked: list[str] = []
-    encoded = codec.encode(torch.ones(1, device=device))
-    codec.decode(encoded.json, encoded.tensors, lambda path, origin: asked.append(origin) or CPU)
-    assert asked == [device]
 
 
 def test_the_device_that_a_tensor_came_from_is_handed_to_place() -> None:
@@ -406,25 +368,15 @@ def test_a_device_that_cannot_be_one_is_a_value_error(device: str) -> None:
         codec.tensor_facts([{"$tensor": ["a", {"device": device}]}])
 
 
-def test_tensors_that_are_kept_are_handed_over_as_they_are_and_the_others_copied() -> None:
+def test_tensors_are_copied_but_for_those_that_are_kept() -> None:
     encoded = codec.encode({"a": torch.ones(2), "b": torch.ones(2), "c": torch.ones(2, 3).t()})
     for place, is_kept in ((PLACES[1], True), (lambda path, device: torch.device("meta"), False)):
         found = codec.decode(encoded.json, encoded.tensors, place, {"a", "c"})
         assert [found[name] is encoded.tensors[name] for name in "abc"] == [is_kept, False, False]
 
 
-def test_a_factory_still_works_after_the_trip() -> None:
-    found = there_and_back(defaultdict(list, {"a": [1]}))
-    found["new"].append(2)
-    assert found == {"a": [1], "new": [2]}
-
-
 class _Color(enum.Enum):
     RED = 1
-
-
-class _Level(enum.IntEnum):
-    LOW = 1
 
 
 class _Dict(dict[Any, Any]):
@@ -433,18 +385,6 @@ class _Dict(dict[Any, Any]):
 
 class _Int(int):
     pass
-
-
-class _Text(str):
-    __slots__ = ()
-
-
-class _Number(np.float64):
-    pass
-
-
-class _Callable:
-    def __call__(self) -> None: ...
 
 
 class _Tensor(torch.Tensor):
@@ -466,40 +406,27 @@ def _nested(depth: int) -> Any:
 
 CANNOT = {
     "a function": (_nested, r"a function \(_nested\)"),
-    "a lambda": (lambda: 0, r"a function \(.*<lambda>\)"),
-    "a builtin": (len, r"a function \(len\)"),
     "a class": (_Dict, r"a class \(_Dict\)"),
-    "a method": ([].append, r"a function \(list.append\)"),
     "a partial": (functools.partial(len), "of type functools.partial"),
-    "a callable object": (_Callable(), "of type .*_Callable"),
     "a path": (Path("x"), "of type pathlib"),
     "an object": (object(), "of type builtins.object"),
     "an enum": (_Color.RED, "of type .*_Color"),
-    "an int enum": (_Level.LOW, "of type .*_Level"),
     "a dict's subclass": (_Dict(), "of type .*_Dict"),
     "an int's subclass": (_Int(1), "of type .*_Int"),
-    "a string's subclass": (_Text("a"), "of type .*_Text"),
-    "a numpy number's subclass": (_Number(1), "of type .*_Number"),
     "a named tuple": (_Pair(1, 2), "of type .*_Pair"),
     "a range": (range(3), "of type builtins.range"),
-    "a generator": (torch.Generator(), "of type torch.*Generator"),
     "a module": (torch.nn.Linear(1, 1), "of type torch.*Linear"),
-    "a view of a dict": ({}.keys(), "of type builtins.dict_keys"),
     "a memoryview": (memoryview(b"a"), "of type builtins.memoryview"),
-    "an ellipsis": (..., "of type builtins.ellipsis"),
     "a sparse tensor": (torch.eye(2).to_sparse(), "layout torch.sparse_coo"),
     "a meta tensor": (torch.ones(1, device="meta"), "on the meta device"),
     "a lazy parameter": (torch.nn.LazyLinear(1).weight, "has no shape yet"),
-    "a lazy buffer": (torch.nn.UninitializedBuffer(), "has no shape yet"),
     "a tensor's subclass": (torch.ones(1).as_subclass(_Tensor), "of type .*_Tensor"),
     "a tensor that torch cannot copy": (torch.ones(1, dtype=torch.uint8).view(torch.int3), "torch.int3"),
     "an array of objects": (np.array([object()]), "numpy dtype object"),
     "a structured array": (np.zeros(1, [("a", "<i4")]), "numpy dtype"),
-    "a record": (np.zeros(1, [("a", "<i4")])[0], "numpy dtype"),
     "raw numpy bytes": (np.void(b"abc"), "numpy dtype"),
     "an array's subclass": (np.ma.array([1]), "of type numpy.*MaskedArray"),
     "a defaultdict with a lambda": (defaultdict(lambda: 0), "factory cannot be stored"),
-    "a defaultdict of a class": (defaultdict(_Dict), "factory cannot be stored"),
     "what holds itself": (_itself(), "or holds itself"),
     "what is nested too deeply": (_nested(100), "more than 64 deep"),
 }
@@ -729,13 +656,13 @@ def decoded_or_value_error(tree: Any) -> None:
     assert len(outcomes) == 1
 
 
-@settings(deadline=None, database=None, max_examples=300)
+@settings(deadline=None, database=None, max_examples=100)
 @given(hostile)
 def test_any_json_is_a_value_or_a_value_error(tree: Any) -> None:
     decoded_or_value_error(tree)
 
 
-@settings(deadline=None, database=None, max_examples=300)
+@settings(deadline=None, database=None, max_examples=100)
 @given(st.data())
 def test_a_tree_in_which_anything_was_replaced_is_a_value_or_a_value_error(data: st.DataObject) -> None:
     tree = copy.deepcopy(ENCODED.json)
@@ -860,7 +787,7 @@ class Remembering:
 
 
 class Changing:
-    """A tree of dicts of tensors, and all that can happen to one of them between two saves."""
+    """A tree of dicts of tensors, and the tensor in it to which something happens between two saves."""
 
     def __init__(self) -> None:
         groups = {f"g{i}": {k: torch.randn(2, 2) for k in "abc"} for i in range(3)}
@@ -868,142 +795,75 @@ class Changing:
 
     def change(self, kind: str, group: int, key: int, is_before: bool) -> None:
         self.name = f"g{group}"
-        self.group: dict[str, torch.Tensor] = self.tree[self.name]
+        self.group: dict[str, Any] = self.tree[self.name]
         tensors = [name for name, value in self.group.items() if isinstance(value, torch.Tensor)]
         self.key = tensors[key % len(tensors)]
-        self.other: dict[str, torch.Tensor] = self.tree[f"g{(group + 1) % 3}"]
+        self.tensor: torch.Tensor = self.group[self.key]
+        self.other: dict[str, Any] = self.tree[f"g{(group + 1) % 3}"]
         self.is_before = is_before
-        getattr(self, kind)()
+        CHANGES[kind](self)
 
-    def _put(self, name: str, value: Any) -> None:
+    def set(self, value: Any) -> None:
+        self.group[self.key] = value
+
+    def set_data(self, value: torch.Tensor) -> None:
+        self.tensor.data = value
+
+    def put(self, name: str, value: Any) -> None:
         """Put something at the beginning of the tree or at its end."""
         self.tree.pop(name, None)
         rest = self.tree
         self.tree = {name: value, **rest} if self.is_before else {**rest, name: value}
 
-    def nothing(self) -> None: ...
 
-    def other_values(self) -> None:
-        if self.group[self.key].is_floating_point():
-            self.group[self.key].data.add_(1)
-
-    def another_tensor(self) -> None:
-        self.group[self.key] = torch.randn(2, 2)
-
-    def another_place(self) -> None:
-        self.group[self.key].data = self.group[self.key].data.clone()
-
-    def another_shape(self) -> None:
-        self.group[self.key].data = torch.ones(3, 2, dtype=self.group[self.key].dtype)
-
-    def shorter_in_place(self) -> None:
-        self.group[self.key].data = self.group[self.key].data[:1]
-
-    def flat_in_place(self) -> None:
-        self.group[self.key].data = self.group[self.key].data.reshape(-1)
-
-    def transposed_in_place(self) -> None:
-        self.group[self.key].data = self.group[self.key].data.t()
-
-    def another_dtype(self) -> None:
-        self.group[self.key] = torch.zeros(2, 2, dtype=torch.int16)
-
-    def same_bytes_as_numbers(self) -> None:
-        if self.group[self.key].dtype == torch.float32 and not self.group[self.key].is_neg():
-            self.group[self.key] = self.group[self.key].data.view(torch.int32)
-
-    def a_new_key(self) -> None:
-        self.group[f"new{len(self.group)}"] = torch.randn(1)
-
-    def a_key_renamed(self) -> None:
-        self.tree[self.name] = {("r" if k == self.key else "") + k: v for k, v in self.group.items()}
-
-    def another_order(self) -> None:
-        self.group[self.key] = self.group.pop(self.key)
-
-    def a_key_less(self) -> None:
-        if len(self.group) > 3:
-            del self.group[self.key]
-
-    def a_key_with_a_dollar(self) -> None:
-        self.group["$"] = torch.randn(1)
-
-    def a_name_that_is_taken(self) -> None:
-        self.group["__metadata__"] = torch.randn(1)
-
-    def tied_within(self) -> None:
-        self.group["tied"] = self.group[self.key]
-
-    def untied(self) -> None:
-        if "tied" in self.group:
-            self.group["tied"] = self.group["tied"].detach().clone()
-
-    def tied_across(self) -> None:
-        self.other["across"] = self.group[self.key]
-
-    def a_view_across(self) -> None:
-        self.other["view"] = self.group[self.key].detach().reshape(-1)
-
-    def slow_at_its_place(self) -> None:
-        self._put("slow", [self.group[self.key]])
-
-    def slow_at_its_place_in_another_shape(self) -> None:
-        self._put("view", [self.group[self.key].detach().reshape(-1)[:1]])
-
-    def slow_with_its_name(self) -> None:
-        self._put(f"{self.name}.{self.key}", torch.randn(1))
-
-    def slow_with_its_name_no_more(self) -> None:
-        self.tree = {name: value for name, value in self.tree.items() if "." not in name}
-
-    def a_boolean(self) -> None:
-        self.group[self.key] = torch.tensor([True, False])
-
-    def empty(self) -> None:
-        self.group[self.key] = torch.empty(0, 2)
-
-    def a_part_that_is_empty(self) -> None:
-        self.group["none"] = self.group[self.key].detach()[:0]
-
-    def complex(self) -> None:
-        self.group[self.key] = torch.randn(2, dtype=torch.complex64)
-
-    def conjugate(self) -> None:
-        self.group[self.key] = torch.randn(2, dtype=torch.complex64).conj()
-
-    def negative(self) -> None:
-        if self.group[self.key].dtype == torch.float32:
-            self.group[self.key] = torch._neg_view(self.group[self.key].detach())
-
-    def a_parameter(self) -> None:
-        if self.group[self.key].is_floating_point():
-            self.group[self.key] = torch.nn.Parameter(self.group[self.key].detach())
-
-    def a_number(self) -> None:
-        self.group["number"] = 7  # type: ignore[assignment]
-
-    def no_number(self) -> None:
-        self.group.pop("number", None)
-
-    def twice_at_one_path(self) -> None:
-        self._put("twice", {1: self.group, "1": self.group})
-
-    def once_at_one_path(self) -> None:
-        self._put("twice", {1: self.group, "1": {"a": torch.randn(1)}})
-
-    def not_twice(self) -> None:
-        self.tree.pop("twice", None)
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "nothing": lambda c: None,
+    "other values": lambda c: c.tensor.is_floating_point() and c.tensor.data.add_(1),
+    "another tensor": lambda c: c.set(torch.randn(2, 2)),
+    "another place": lambda c: c.set_data(c.tensor.data.clone()),
+    "another shape": lambda c: c.set_data(torch.ones(3, 2, dtype=c.tensor.dtype)),
+    "shorter in place": lambda c: c.set_data(c.tensor.data[:1]),
+    "flat in place": lambda c: c.set_data(c.tensor.data.reshape(-1)),
+    "transposed in place": lambda c: c.set_data(c.tensor.data.t()),
+    "another dtype": lambda c: c.set(torch.zeros(2, 2, dtype=torch.int16)),
+    "same bytes as numbers": lambda c: (
+        c.tensor.dtype == torch.float32 and not c.tensor.is_neg() and c.set(c.tensor.data.view(torch.int32))
+    ),
+    "a new key": lambda c: c.group.update({f"new{len(c.group)}": torch.randn(1)}),
+    "a key renamed": lambda c: c.tree.update(
+        {c.name: {("r" if k == c.key else "") + k: v for k, v in c.group.items()}}
+    ),
+    "another order": lambda c: c.set(c.group.pop(c.key)),
+    "a key less": lambda c: len(c.group) > 3 and c.group.pop(c.key),
+    "a key with a dollar": lambda c: c.group.update({"$": torch.randn(1)}),
+    "a name that is taken": lambda c: c.group.update({"__metadata__": torch.randn(1)}),
+    "tied within": lambda c: c.group.update(tied=c.tensor),
+    "untied": lambda c: "tied" in c.group and c.group.update(tied=c.group["tied"].detach().clone()),
+    "tied across": lambda c: c.other.update(across=c.tensor),
+    "a view across": lambda c: c.other.update(view=c.tensor.detach().reshape(-1)),
+    "slow at its place": lambda c: c.put("slow", [c.tensor]),
+    "slow at its place in another shape": lambda c: c.put("view", [c.tensor.detach().reshape(-1)[:1]]),
+    "slow with its name": lambda c: c.put(f"{c.name}.{c.key}", torch.randn(1)),
+    "slow with its name no more": lambda c: [c.tree.pop(name) for name in [*c.tree] if "." in name],
+    "a boolean": lambda c: c.set(torch.tensor([True, False])),
+    "empty": lambda c: c.set(torch.empty(0, 2)),
+    "a part that is empty": lambda c: c.group.update(none=c.tensor.detach()[:0]),
+    "complex": lambda c: c.set(torch.randn(2, dtype=torch.complex64)),
+    "conjugate": lambda c: c.set(torch.randn(2, dtype=torch.complex64).conj()),
+    "negative": lambda c: c.tensor.dtype == torch.float32 and c.set(torch._neg_view(c.tensor.detach())),
+    "a parameter": lambda c: c.tensor.is_floating_point() and c.set(torch.nn.Parameter(c.tensor.detach())),
+    "a number": lambda c: c.group.update(number=7),
+    "no number": lambda c: c.group.pop("number", None),
+    "twice at one path": lambda c: c.put("twice", {1: c.group, "1": c.group}),
+    "once at one path": lambda c: c.put("twice", {1: c.group, "1": {"a": torch.randn(1)}}),
+    "not twice": lambda c: c.tree.pop("twice", None),
+}
+changes = st.tuples(st.sampled_from([*CHANGES]), st.integers(0, 2), st.integers(0, 4), st.booleans())
 
 
-CHANGES = [name for name in vars(Changing) if not name.startswith("_") and name != "change"]
-changes = st.tuples(st.sampled_from(CHANGES), st.integers(0, 2), st.integers(0, 4), st.booleans())
-
-
-@settings(deadline=None, database=None, max_examples=300)
+@settings(deadline=None, database=None, max_examples=100)
 @given(st.lists(st.lists(changes, max_size=3), min_size=1, max_size=4), st.sampled_from(["", "g1", "a"]))
-def test_what_is_remembered_changes_nothing_whatever_happens_in_between(
-    rounds: list[list[tuple[str, int, int, bool]]], frozen: str
-) -> None:
+def test_a_memo_changes_no_encoding(rounds: list[list[tuple[str, int, int, bool]]], frozen: str) -> None:
     changing, remembering = Changing(), Remembering()
     for changed in ([], [], *rounds, []):
         for kind, group, key, is_before in changed:
@@ -1013,7 +873,7 @@ def test_what_is_remembered_changes_nothing_whatever_happens_in_between(
 
 @pytest.mark.parametrize("is_before", [True, False], ids=["before", "after"])
 @pytest.mark.parametrize(
-    "second", ["nothing", "slow_with_its_name", "not_twice", "untied", "transposed_in_place"]
+    "second", ["nothing", "slow with its name", "not twice", "untied", "transposed in place"]
 )
 @pytest.mark.parametrize("first", CHANGES)
 def test_no_single_change_is_overlooked(first: str, second: str, is_before: bool) -> None:
@@ -1021,12 +881,12 @@ def test_no_single_change_is_overlooked(first: str, second: str, is_before: bool
     for _ in range(3):
         # The second time it becomes known how to compare it in few calls, the third time it is.
         remembering.encode(changing.tree)
-    for kind in (first, "nothing", second, "nothing", "slow_with_its_name_no_more"):
+    for kind in (first, "nothing", second, "nothing", "slow with its name no more"):
         changing.change(kind, 1, 1, is_before)
         remembering.encode(changing.tree)
 
 
-@settings(deadline=None, database=None, max_examples=200)
+@settings(deadline=None, database=None, max_examples=70)
 @given(st.lists(trees, min_size=1, max_size=3))
 @example([{"a": {"b": torch.ones(1)}}, {"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}])
 def test_any_trees_are_encoded_with_a_memo_as_without_one(drawn: list[Any]) -> None:
@@ -1051,71 +911,26 @@ def test_a_key_tells_names_dtypes_shapes_devices_and_ties_and_nothing_else() -> 
     assert codec.encode(trees[0]).key == codec.encode({"a": torch.zeros(4), "b": torch.zeros(1)}).key
 
 
-def test_two_dicts_that_were_alone_with_a_tensor_are_tied_when_they_meet() -> None:
-    one, other = {"a": torch.ones(2)}, {"b": torch.ones(3)}
-    other["a"] = one["a"]
-    remembering = Remembering()
-    for tree in ({"g": one}, {"h": other}, {"g": one, "h": other}, {"h": other, "g": one}, {"g": one}):
-        remembering.encode(tree)
-
-
-def test_a_tree_that_stays_keeps_its_key_and_is_not_looked_at_tensor_by_tensor() -> None:
-    named: list[codec.Path] = []
-
-    def name(path: codec.Path) -> str:
-        named.append(path)
-        return ".".join(path)
-
-    weight = torch.randn(2, 2)
-    tree = {"g": {"a": weight, "b": torch.nn.Parameter(torch.randn(2)), "tied": weight}, "n": [torch.ones(1)]}
-    memo: codec.Memo = {}
-    first = codec.encode(tree, name, memo)
-    assert named == [("g", "a"), ("g", "b"), ("g", "tied"), ("n", "0")]
-    for _ in range(3):
-        named.clear()
-        weight.add_(1)
-        again = codec.encode(tree, name, memo)
-        assert again.key == first.key
-        assert again.tensors["g.a"] is weight
-        assert named == [("n", "0")]
-
-    tree["g"]["b"].data = torch.randn(3)
-    assert codec.encode(tree, name, memo).key != first.key
-
-
 def no_guards() -> None:
     """Stand for the guards of a torch that wants other arguments."""
 
 
 @pytest.mark.parametrize("there", [False, True])
 @pytest.mark.parametrize("first", CHANGES)
-def test_no_change_is_overlooked_where_torch_has_no_guards(
-    first: str, there: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_change_is_lost_without_guards(first: str, there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("torch._C._dynamo.guards.TensorGuards")
     if there:
         monkeypatch.setattr("torch._C._dynamo.guards.TensorGuards", no_guards, raising=False)
     changing, remembering = Changing(), Remembering()
-    for kind in ("nothing", "nothing", "nothing", first, "nothing", "transposed_in_place"):
+    for kind in ("nothing", "nothing", "nothing", first, "nothing", "transposed in place"):
         changing.change(kind, 1, 1, True)
         remembering.encode(changing.tree)
 
 
-def test_a_group_that_stays_is_read_and_written_as_text_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[Any] = []
-    texts: list[Any] = []
-    facts_of, dumps = tensor_groups.facts_of, tensor_groups.dumps
-    monkeypatch.setattr(encoder, "facts_of", lambda values: (read.append(values), facts_of(values))[1])
-    monkeypatch.setattr(tensor_groups, "dumps", lambda tree: (texts.append(tree), dumps(tree))[1])
-    tree = {"g": {f"p{i}": torch.randn(2) for i in range(200)}}
-    memo: codec.Memo = {}
-    for _ in range(5):
-        for tensor in tree["g"].values():
-            tensor.add_(1)
-        codec.to_texts({"extra": codec.encode(tree, memo=memo)})
-
-    assert sum(values.keys() == tree["g"].keys() for values in read) == 2
-    assert len(texts) == 1
+def test_the_text_of_many_tensors_is_the_same_again() -> None:
+    remembering = Remembering()
+    for _ in range(4):
+        remembering.encode({"g": {f"p{i}": torch.randn(2) for i in range(200)}})
 
 
 def test_a_number_in_the_place_of_a_tensor_is_encoded_as_one() -> None:
@@ -1290,14 +1105,6 @@ def test_each_tensor_of_a_dict_goes_to_its_own_device() -> None:
         return torch.device("meta" if path == ("t1",) else "cpu")
 
     assert [one.device.type for one in codec.decode(json, small(2), place).values()] == ["cpu", "meta"]
-
-
-def test_a_dict_of_tensors_that_are_all_kept_is_not_copied() -> None:
-    json = codec.encode({"a": torch.zeros(1), "b": torch.zeros(1)}).json
-    there = {one["$tensor"]: torch.zeros(1) for one in json.values()}
-
-    found = codec.decode(json, there, lambda path, device: torch.device(device), {*there})
-    assert [*map(id, found.values())] == [*map(id, there.values())]
 
 
 @pytest.mark.parametrize("kept", [(), ("t0", "t1")])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from typing import Any
 
@@ -55,15 +54,6 @@ def test_a_change_of_any_one_number_is_seen(of: Of, values: list[int], data: st.
 
 @pytest.mark.parametrize("of", WAYS)
 @settings(max_examples=150, deadline=None)
-@given(values=numbers, seed=st.integers(0, 99))
-def test_another_order_is_seen(of: Of, values: list[int], seed: int) -> None:
-    mixed = random.Random(seed).sample(values, len(values))
-
-    assert same(of, of_bytes(values), of_bytes(mixed)) is (values == mixed)
-
-
-@pytest.mark.parametrize("of", WAYS)
-@settings(max_examples=150, deadline=None)
 @given(numbers.filter(lambda values: len(values) > 1), st.data())
 def test_a_swap_is_seen(of: Of, values: list[int], data: st.DataObject) -> None:
     places = st.integers(0, len(values) - 1)
@@ -72,14 +62,6 @@ def test_a_swap_is_seen(of: Of, values: list[int], data: st.DataObject) -> None:
     swapped[one], swapped[other] = values[other], values[one]
 
     assert same(of, of_bytes(values), of_bytes(swapped)) is (values == swapped)
-
-
-@pytest.mark.parametrize("of", WAYS)
-@pytest.mark.parametrize("length", [5, 6, 7, 9, 64, 67])
-def test_no_number_can_be_moved_to_another_place_unseen(of: Of, length: int) -> None:
-    seen = [of(torch.eye(length, dtype=torch.uint8)[row].clone()) for row in range(length)]
-
-    assert not any(fingerprint.is_same(seen[i], seen[j]) for i in range(length) for j in range(i))
 
 
 @pytest.mark.parametrize("of", WAYS)
@@ -104,9 +86,7 @@ def filled(dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
 @pytest.mark.parametrize("of", WAYS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(1,), (), (3,), (5, 7), (4, 4, 2)], ids=str)
-def test_every_dtype_and_size_has_a_fingerprint_of_all_its_bits(
-    of: Of, dtype: torch.dtype, shape: tuple[int, ...]
-) -> None:
+def test_a_fingerprint_is_of_all_bits(of: Of, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     tensor = filled(dtype, shape)
     flat = tensor.view(-1).view(torch.uint8)
     before = of(tensor.clone())
@@ -120,33 +100,12 @@ def test_every_dtype_and_size_has_a_fingerprint_of_all_its_bits(
 
 
 @pytest.mark.parametrize("of", WAYS)
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.complex128], ids=str)
-@pytest.mark.parametrize("offset", range(5))
-def test_a_tensor_in_the_middle_of_another_has_a_fingerprint(of: Of, dtype: torch.dtype, offset: int) -> None:
-    whole = filled(dtype, (40,))
-    part = whole[offset : offset + 23]
-    before = of(part)
-
-    whole[:offset] = whole[offset + 23 :] = 0
-    assert fingerprint.is_same(before, of(part))
-    part.view(torch.uint8)[-1] ^= 8
-    assert not fingerprint.is_same(before, of(part))
-
-
-@pytest.mark.parametrize("of", WAYS)
-def test_nothing_has_a_fingerprint_too(of: Of) -> None:
-    assert same(of, torch.zeros(0, 3), torch.zeros(0, 3))
-
-
-@pytest.mark.parametrize("of", WAYS)
 def test_what_only_looks_equal_is_another(of: Of) -> None:
     assert not same(of, torch.tensor([0.0]), torch.tensor([-0.0]))
     assert same(of, torch.tensor([torch.nan]), torch.tensor([torch.nan]))
 
 
-def test_a_tensor_that_is_longer_than_what_is_summed_at_a_time_is_summed_whole(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_long_tensor_is_summed_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fingerprint, "_AT_A_TIME", 16)
     tensor = torch.zeros(71, dtype=torch.uint8)
 

@@ -78,7 +78,7 @@ def test_a_damaged_line_in_the_middle_is_not_read_and_stays(path: Path) -> None:
     assert path.read_bytes().splitlines()[1:3] == [b'{"n": \xff', b"[1]"]
 
 
-def test_a_rewrite_leaves_out_what_is_changed_into_none_and_not_one_byte_of_the_others(path: Path) -> None:
+def test_a_rewrite_leaves_out_lines_and_no_byte_of_the_others(path: Path) -> None:
     path.write_bytes(b'{"n":   9}\n' + path.read_bytes())
 
     jsonl.rewrite(path, lambda line: None if line["n"] == 1 else line, [])
@@ -88,9 +88,7 @@ def test_a_rewrite_leaves_out_what_is_changed_into_none_and_not_one_byte_of_the_
 
 
 @pytest.mark.parametrize("fails", ["write", "fdatasync"])
-def test_a_disk_that_fails_in_mid_append_leaves_no_part_of_a_line(
-    path: Path, fails: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_append_leaves_no_part(path: Path, fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
     before, write = path.read_bytes(), os.write
 
     def half(fd: int, data: memoryview) -> int:
@@ -109,9 +107,7 @@ def test_a_disk_that_fails_in_mid_append_leaves_no_part_of_a_line(
     assert path.read_bytes() == before
 
 
-def test_a_line_is_flushed_and_so_is_the_name_of_a_new_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_line_and_a_new_files_name_are_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     for name in ("fdatasync", "fsync"):
         real = getattr(os, name)

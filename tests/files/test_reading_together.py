@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import gc
 import hashlib
-import os
 import signal
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -56,9 +52,7 @@ def again(files: list[tuple[Scan, str]], digests: list[list[bytes]]) -> list[tup
     return [(one, own) for (one, _), own in zip(files, digests, strict=True)]
 
 
-def test_files_read_together_give_what_each_gives_alone(
-    tmp_path: Path, files: list[tuple[Scan, str]]
-) -> None:
+def test_files_give_together_what_each_gives_alone(tmp_path: Path, files: list[tuple[Scan, str]]) -> None:
     digests = file_reader.scan_files(tmp_path, files)
     assert is_filled(files)
     assert digests == [file_reader.scan(tmp_path, one.name, one.size, expected) for one, expected in files]
@@ -68,20 +62,6 @@ def test_files_read_together_give_what_each_gives_alone(
             target.memory[:] = bytes(len(target.memory))  # type: ignore[arg-type, index]
     file_reader.scan_files_again(tmp_path, again(files, digests))
     assert is_filled(files)
-
-
-def test_no_thread_is_started_for_what_is_read_sooner_than_it_starts(
-    tmp_path: Path, files: list[tuple[Scan, str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    size, started, start = sum(one.size for one, _ in files), [], threading.Thread.start
-    monkeypatch.setattr(
-        threading.Thread, "start", lambda thread: (started.append(thread.name), start(thread))[1]
-    )
-    for worth, expected in ((size + 1, 0), (size, 1), (1, 2)):
-        started.clear()
-        monkeypatch.setattr(file_reader, "_WORTH_A_THREAD", worth)
-        file_reader.scan_files(tmp_path, files)
-        assert started == ["resumable-files"] * min(expected, file_reader._READERS - 1)
 
 
 @pytest.mark.parametrize("name", ["first", "last"])
@@ -105,20 +85,6 @@ def test_a_flipped_byte_is_reported_of_the_file_that_has_it(
         read(tmp_path, files, digests)
 
 
-def test_a_file_that_shrinks_is_named_not_the_one_opened_last(
-    tmp_path: Path, files: list[tuple[Scan, str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = file_reader._preadv
-
-    def shrinking(fd: int, buffers: list[memoryview], at: int) -> int:
-        os.truncate(tmp_path / "first", 5)
-        return real(fd, buffers, at)
-
-    monkeypatch.setattr(file_reader, "_preadv", shrinking)
-    with pytest.raises(CheckpointDamaged, match="first cannot be read: the file ended"):
-        file_reader.scan_files(tmp_path, files)
-
-
 @pytest.mark.parametrize("most", [1, 7, 18, 299])
 def test_rows_are_filled_by_a_disk_that_gives_a_part_at_a_time(
     tmp_path: Path, files: list[tuple[Scan, str]], monkeypatch: pytest.MonkeyPatch, most: int
@@ -137,9 +103,7 @@ def test_rows_are_filled_by_a_disk_that_gives_a_part_at_a_time(
     assert is_filled(files)
 
 
-def test_a_hasher_of_all_bytes_gets_those_of_each_file_in_order(
-    tmp_path: Path, files: list[tuple[Scan, str]]
-) -> None:
+def test_a_hasher_gets_the_bytes_in_order(tmp_path: Path, files: list[tuple[Scan, str]]) -> None:
     hashers = [hashlib.sha256() for _ in files]
     hashed = [
         (one._replace(also=hasher), expected) for (one, expected), hasher in zip(files, hashers, strict=True)
@@ -148,27 +112,6 @@ def test_a_hasher_of_all_bytes_gets_those_of_each_file_in_order(
     file_reader.scan_files(tmp_path, hashed)
 
     assert [one.digest() for one in hashers] == [hashlib.sha256(data).digest() for data in FILES.values()]
-
-
-@pytest.mark.parametrize(("at_once", "calls"), [(512, 1), (3, 4)])
-def test_tensors_that_follow_each_other_are_read_by_one_call(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: int, calls: int
-) -> None:
-    data, read = bytes(range(120)), list[int]()
-    (tmp_path / "file").write_bytes(data)
-    real = file_reader._preadv
-
-    def noted(fd: int, buffers: list[memoryview], at: int) -> int:
-        read.append(at)
-        return real(fd, buffers, at)
-
-    monkeypatch.setattr(file_reader, "_preadv", noted)
-    monkeypatch.setattr(file_reader, "_MOST_IN_A_ROW", at_once)
-    targets = [Target(at, at + 10, memoryview(bytearray(10))) for at in range(0, 120, 10)]
-    file_reader.scan(tmp_path, "file", 120, large_files.digest(data), targets)
-
-    assert b"".join(target.memory or b"" for target in targets) == data
-    assert len(read) == calls
 
 
 def test_an_error_of_a_taker_keeps_its_words(tmp_path: Path, files: list[tuple[Scan, str]]) -> None:
@@ -209,29 +152,6 @@ def test_after_an_interrupt_no_thread_reads_on(
         file_reader.scan_files(tmp_path, files)
 
     assert threading.active_count() == running
-
-
-class Memory(bytearray):
-    """Memory of which a test can know whether it was freed."""
-
-
-def test_an_error_leaves_no_cycle_that_keeps_what_was_read(
-    tmp_path: Path, files: list[tuple[Scan, str]]
-) -> None:
-    def failing(lane: Lane, at: int, piece: memoryview) -> None:
-        raise OSError(errno.EIO, "Input/output error")
-
-    held, (scan, digest) = Memory(17), files[0]
-    freed, targets = weakref.ref(held), [Target(0, 17, memoryview(held)), Target(17, 40, None, failing)]
-    del held
-    gc.disable()
-    try:
-        with contextlib.suppress(CheckpointDamaged):
-            file_reader.scan_files(tmp_path, [(scan._replace(targets=targets), digest), *files[1:]])
-        del targets
-        assert freed() is None
-    finally:
-        gc.enable()
 
 
 @pytest.mark.parametrize("small", [3], indirect=True)

@@ -37,9 +37,7 @@ def is_main() -> bool:
     return threading.current_thread() is threading.main_thread()
 
 
-def test_a_thread_that_begins_after_an_interrupt_does_nothing(
-    interrupts: list[bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_thread_begun_late_does_nothing(interrupts: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
     real, may_begin, late, done = threading.Thread._bootstrap_inner, threading.Event(), [], []  # type: ignore[attr-defined]
 
     def begin(thread: threading.Thread) -> None:

@@ -73,9 +73,7 @@ def test_a_safetensors_file_is_loaded_by_its_library(model: nn.Module, run_dir: 
     assert about == {"format": "pt", "head.weight": "embed.weight"}
 
 
-def test_a_pt_file_is_loaded_weights_only_with_its_ties(
-    model: nn.Module, run_dir: Path, tmp_path: Path
-) -> None:
+def test_a_pt_file_is_loaded_with_its_ties(model: nn.Module, run_dir: Path, tmp_path: Path) -> None:
     out = tmp_path / "model.pt"
     assert export(run_dir, "-o", out) == 0
 
@@ -128,16 +126,6 @@ def test_the_best_and_any_other_can_be_named(
     assert torch.equal(best["head.weight"] + 1, model.head.weight)
 
 
-def test_what_was_written_is_reported(
-    model: nn.Module, run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    found = told(capsys, run_dir, "-o", out := tmp_path / "m.safetensors")
-
-    assert found["files"] == [{"path": str(out), "size": out.stat().st_size}]
-    assert (found["model"], found["tensors"]) == ("model", 10)
-    assert (found["tied"], found["left_out"]) == ({"head.weight": "embed.weight"}, [])
-
-
 def test_of_several_models_one_is_named_and_so_is_an_average(run_dir: Path, tmp_path: Path) -> None:
     two, average = {"G": nn.Linear(1, 1), "D": nn.Linear(2, 2)}, nn.Linear(3, 3)
     with RunState.load(run_dir, model=two, extra={"ema": average, "notes": {}}) as state:
@@ -182,9 +170,7 @@ def test_a_folder_may_be_the_one_in_hand(
     assert [*tmp_path.glob(".here-*")] == []
 
 
-def test_a_folder_keeps_what_is_not_weights_and_loses_old_shards(
-    model: nn.Module, run_dir: Path, tmp_path: Path
-) -> None:
+def test_a_folder_keeps_all_but_old_shards(model: nn.Module, run_dir: Path, tmp_path: Path) -> None:
     (out := tmp_path / "hf").mkdir()
     (out / "config.json").write_text("{}")
 

@@ -7,73 +7,15 @@ from pathlib import Path
 import compare
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from resumable import RunState, Trace
 
-WINDOW = 3
-
 
 def trace_of(run_dir: Path) -> Path:
     """Return where a training writes its trace, beside its run."""
     return run_dir.with_suffix(".jsonl")
-
-
-def train(run_dir: Path | None, stop: int | None) -> list[torch.Tensor]:
-    """Train two epochs of eight batches, a step each three; stop after a batch."""
-    torch.manual_seed(stop or 0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 1))
-    optimizer = torch.optim.Adam(model.parameters())
-    data = torch.arange(48.0).reshape(16, 3) / 48
-    loader = DataLoader(TensorDataset(data), batch_size=2, shuffle=True)
-    if run_dir is None:
-        torch.manual_seed(1)
-        [nn.init.normal_(p) for p in model.parameters()]
-    parts = {"model": model, "optimizer": optimizer, "loader": loader}
-    run_dir = run_dir or Path("nowhere")
-    with RunState.load(run_dir, **parts, trace=Trace(trace_of(run_dir), every=1)) as state:
-        if not state.resumed:
-            torch.manual_seed(1)
-            [nn.init.normal_(p) for p in model.parameters()]
-        for _ in state.epochs(2):
-            for (batch,) in state.batches():
-                model(batch).square().sum().backward()
-                done = state.vars["batches"] = state.vars.get("batches", 0) + 1
-                if done % WINDOW == 0:
-                    optimizer.step()
-                    optimizer.zero_grad()
-                if done == stop:
-                    state.save()
-                    return []
-    return list(model.parameters())
-
-
-@pytest.mark.parametrize("first", range(1, 16))
-@pytest.mark.quick(3)
-def test_a_stop_anywhere_in_the_window_is_exact(
-    run_dir: Path, first: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    expected = train(None, None)
-    train(run_dir, first)
-    train(run_dir, min(first + 1, 15) if first < 15 else 16)
-
-    resumed = train(run_dir, None)
-
-    are_equal = all(torch.equal(a, b) for a, b in zip(expected, resumed, strict=True))
-    assert are_equal, compare.first_of_traces(trace_of(Path("nowhere")), trace_of(run_dir))
-
-
-@pytest.mark.parametrize(("stop", "kept"), [(2, True), (3, False)])
-def test_gradients_are_saved_only_inside_a_window(run_dir: Path, stop: int, kept: bool) -> None:
-    train(run_dir, stop)
-
-    names = load_file(run_dir / "newest" / "optimizer.safetensors") if stop == 3 else {}
-    state = (run_dir / "newest" / "state.json").read_text()
-    assert ("gradients.0.weight" in state) is kept
-    assert not any(name.startswith("gradients") for name in names)
 
 
 def two_rates(run_dir: Path, stop: int | None) -> list[torch.Tensor]:
@@ -124,17 +66,3 @@ def test_going_back_leaves_no_gradient_behind(run_dir: Path) -> None:
             state.restore("newest")
 
             assert all(parameter.grad is None for parameter in model.parameters())
-
-
-def test_gradients_that_are_zeroed_after_a_save_are_no_loss(run_dir: Path) -> None:
-    model = nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loader = DataLoader(TensorDataset(torch.ones(3, 1)))
-    with RunState.load(run_dir, model=model, optimizer=optimizer, loader=loader) as state:
-        for _ in state.epochs(1):
-            for (batch,) in state.batches():
-                model(batch).sum().backward()
-                state.save()
-                optimizer.zero_grad()
-
-    assert len(list((run_dir / "checkpoints").iterdir())) == 3

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from forgery import forge
-from torch import Tensor, nn
+from torch import nn
 
 from resumable import CheckpointDamaged, ResumableWarning, Run, RunState, StateMismatch
 
@@ -48,42 +48,6 @@ def _temperature(where: str, run: Path, total: int) -> Any:
 @pytest.mark.parametrize("where", ["extra", "vars"])
 def test_a_leaf_that_the_optimizer_has_is_trained_on(run_dir: Path, where: str) -> None:
     _resumed(lambda run, total: _temperature(where, run, total), run_dir)
-
-
-class SignSGD:
-    """An optimizer that is none of torch's."""
-
-    def __init__(self, parameters: list[Tensor]) -> None:
-        self.param_groups = [{"params": parameters}]
-
-    def step(self) -> None:
-        with torch.no_grad():
-            for parameter in self.param_groups[0]["params"]:
-                parameter -= 0.125 * parameter.grad
-                parameter.grad = None
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        assert state == {}
-
-
-def _own_optimizer(run: Path, total: int) -> Any:
-    leaf = torch.ones(2, requires_grad=True)
-    optimizer = SignSGD([leaf])
-    with RunState.load(run, optimizer=optimizer, progress=False) as state:
-        state.vars.setdefault("leaf", leaf)
-        for _ in state.steps(total):
-            state.vars["leaf"].square().sum().backward()
-            optimizer.step()
-        state.save()
-        assert state.vars["leaf"] is leaf
-    return leaf.tolist()
-
-
-def test_a_leaf_of_an_optimizer_of_ones_own_is_trained_on(run_dir: Path) -> None:
-    _resumed(_own_optimizer, run_dir)
 
 
 @pytest.mark.parametrize(
@@ -140,17 +104,6 @@ def test_a_view_of_a_saved_tensor_stays_a_view(run_dir: Path, is_first: bool, wh
         assert torch.equal(whole, expected)
         assert torch.equal(live["view"], expected[1])
         assert torch.equal(live["column"][0], expected[:, 2])
-
-
-def test_a_view_through_which_gradients_flow_still_lets_them(run_dir: Path) -> None:
-    for _ in range(3):
-        with RunState.load(run_dir) as state:
-            whole = state.vars.setdefault("whole", torch.zeros(3, requires_grad=True))
-            part = state.vars.setdefault("part", whole[:2])
-            part.sum().backward()
-            state.save()
-
-        assert whole.grad.tolist() == [1.0, 1.0, 0.0]
 
 
 def test_one_container_at_several_places_stays_one(run_dir: Path) -> None:
@@ -308,13 +261,6 @@ def test_a_view_of_a_batch_is_no_reason_to_warn(run_dir: Path) -> None:
             state.save()
 
 
-def test_tensors_that_lie_between_each_other_are_no_reason_to_warn(run_dir: Path) -> None:
-    with warnings.catch_warnings(), RunState.load(run_dir) as state:
-        warnings.simplefilter("error")
-        state.vars.update(even=(whole := torch.zeros(6))[::2], odd=whole[1::2])
-        state.save()
-
-
 class Shadow:
     """An average that makes new tensors when it is restored."""
 
@@ -396,38 +342,6 @@ def test_what_is_no_record_of_aliases_is_damage(run_dir: Path, aliases: Any) -> 
 
     with pytest.raises(CheckpointDamaged):
         RunState.load(run_dir, resume=1)
-
-
-@pytest.mark.parametrize("tree", [{"$tensor": "vars.t"}, {"$tuple": [1]}, {"$set": []}])
-def test_a_tree_that_is_one_value_is_damage(run_dir: Path, tree: Any) -> None:
-    with RunState.load(run_dir) as state:
-        state.vars["t"] = torch.ones(2)
-        state.save()
-    forge(Run(run_dir).open(1), lambda _: json.dumps(tree).encode(), "ranks/00000.json")
-
-    with pytest.raises(CheckpointDamaged):
-        RunState.load(run_dir, resume=1)
-
-
-@pytest.mark.parametrize(
-    "aliases",
-    [
-        {"same": [[["nobody", "weight"], ["vars", "t"], ["vars", "not there"]]]},
-        {"kept": [[["vars", "t"], ["vars", "not there"]], [["vars", "u"], ["vars", "u"]]]},
-        {"leaves": [["vars", "not there"], ["vars"]], "parameters": [["extra", "none"]]},
-        {"views": [[["vars", "t"], ["vars", "not there"], [0], [2], [1], [1], False]]},
-        {"same": [[["vars"], ["vars", "t"]]]},
-    ],
-)
-def test_a_record_of_what_is_not_there_changes_nothing(run_dir: Path, aliases: Any) -> None:
-    with RunState.load(run_dir) as state:
-        state.vars["t"] = torch.ones(2)
-        state.save()
-    forge(Run(run_dir).open(1), _say(lambda position: position.update(aliases=aliases)), "ranks/00000.json")
-
-    for _ in range(2):
-        with RunState.load(run_dir) as state:
-            assert state.vars["t"].tolist() == [1.0, 1.0]
 
 
 def test_a_view_beyond_the_end_of_its_base_is_refused(run_dir: Path) -> None:

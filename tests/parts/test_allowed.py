@@ -16,9 +16,7 @@ def _start(run_dir: Path, names: str, allow: list[str]) -> None:
         state.save()
 
 
-def test_the_same_command_goes_on_when_what_it_allows_is_gone(
-    run_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_allow_may_name_what_is_gone_already(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _start(run_dir, "body old", [])
     for _ in range(3):
         _start(run_dir, "body", ["model.old.*"])

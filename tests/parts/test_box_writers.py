@@ -48,7 +48,7 @@ def written(one: Sharded, chosen: list[list[bool]]) -> tuple[np.ndarray, list[in
     return counts, loads
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(20))
 def test_each_element_is_written_once_and_the_work_is_shared(seed: int) -> None:
     dice = random.Random(seed)
     mesh = dice.choice([(1,), (4,), (2, 3), (2, 2, 2), (7,)])
@@ -108,7 +108,7 @@ def test_a_tensor_that_is_cut_in_too_many_places_is_refused() -> None:
         box_writers.choose({"weight": Sharded((5000, 5000), 4, [rows])}, [0])
 
 
-def test_tensors_without_elements_or_dimensions_are_written_by_one_or_nobody() -> None:
+def test_scalars_are_written_by_one_and_empty_tensors_by_nobody() -> None:
     nothing, scalar = Sharded((0, 3), 4, [[], []]), Sharded((), 4, [[[]], [[]]])
 
     chosen = box_writers.choose({"nothing": nothing, "scalar": scalar}, [0, 0])

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import mmap
-import re
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
-from resumable import RunState
 from resumable.parts import huge_pages
 
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.skipif(
+        not huge_pages._size() or mmap.PAGESIZE != 4096,
+        reason="a kernel without huge pages, or with other pages",
+    ),
+]
 MIB = 1 << 20
-
-pytestmark = pytest.mark.skipif(
-    not huge_pages._size() or mmap.PAGESIZE != 4096, reason="a kernel without huge pages, or with other pages"
-)
 
 
 class Libc:
@@ -32,130 +32,39 @@ class Libc:
         return int(self._real.madvise(begin, size, advice))
 
 
-@pytest.fixture
-def libc(monkeypatch: pytest.MonkeyPatch) -> Libc:
-    """Note what the C library is asked for."""
-    noted = Libc()
-    monkeypatch.setattr(huge_pages, "_libc", lambda: noted)
-    return noted
-
-
-def has_huge_pages(tensor: torch.Tensor) -> bool:
-    """Whether the kernel may use huge pages where the middle of a tensor lies."""
-    place, is_there = tensor.data_ptr() + tensor.nbytes // 2, False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if found := re.match("([0-9a-f]+)-([0-9a-f]+) ", line):
-            is_there = int(found[1], 16) <= place < int(found[2], 16)
-        elif is_there and line.startswith("VmFlags:"):
-            return "hg" in line.split()
-    raise AssertionError("this memory is not mapped")
-
-
-def new(size: int) -> torch.Tensor:
-    """Return memory that nothing was written to."""
-    return torch.empty(size, dtype=torch.uint8)
-
-
-def zone(node: int, name: str, *counts: int) -> str:
-    """Return what the kernel tells of a zone: so many free blocks of one page, of two, of four."""
-    return f"Node {node}, zone {name:>8} {' '.join(map(str, counts))}\n"
-
-
-@pytest.fixture
-def free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What the kernel tells of free memory: 40 MiB in huge pages of 2 MiB."""
-    told, size = tmp_path / "buddyinfo", tmp_path / "size"
-    told.write_text(
-        zone(0, "DMA32", 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 700)
-        + zone(0, "Normal", 9000, 8000, 900, 90, 9, 9, 9, 9, 9, 4, 7)
-        + zone(0, "Movable", 0, 0, 0, 0, 0, 0, 0, 0, 0, 2, 0)
-    )
-    size.write_text(f"{2 * MIB}\n")
-    monkeypatch.setattr(huge_pages, "_FREE", told)
-    monkeypatch.setattr(huge_pages, "_KERNEL", size)
-    return told
-
-
-@pytest.mark.parametrize(("other", "expected"), [(0, 0), (3, 12), (10, 40)])
-def test_the_node_with_the_fewest_counts(free: Path, other: int, expected: int) -> None:
-    assert huge_pages._free(2 * MIB) == 40 * MIB
-
-    free.write_text(free.read_text() + zone(1, "Normal", 9, 9, 9, 9, 9, 9, 9, 9, 9, 0, other))
-    assert huge_pages._free(2 * MIB) == expected * MIB
-
-
-@pytest.mark.parametrize("text", ["", "Node 0, zone\n", "Node 0, zone Normal many\n", None])
-def test_a_kernel_that_tells_nothing_has_none(free: Path, text: str | None) -> None:
-    free.unlink()
-    if text is not None:
-        free.write_text(text)
-
-    assert huge_pages._free(2 * MIB) == 0
-
-
-@pytest.mark.usefixtures("free")
-def test_new_tensors_get_huge_pages_if_twice_as_many_are_free(libc: Libc) -> None:
-    tensors = [new(14 * MIB), new(6 * MIB), new(MIB)]
-    huge_pages.ask(tensors)
-
-    assert [*map(has_huge_pages, tensors[:2])] == [True, True]
-    for tensor, asked in zip(tensors[:2], libc.asked, strict=True):
-        assert asked.start % mmap.PAGESIZE == 0
-        assert tensor.data_ptr() - mmap.PAGESIZE < asked.start <= tensor.data_ptr()
-        assert asked.stop == tensor.data_ptr() + tensor.nbytes
-
-
-@pytest.mark.parametrize("sizes", [[20 * MIB + 1], [14 * MIB, 7 * MIB], [3 * MIB]])
-@pytest.mark.usefixtures("free")
-def test_what_is_too_small_or_too_much_is_left_to_the_kernel(libc: Libc, sizes: list[int]) -> None:
-    huge_pages.ask([*map(new, sizes)])
-
-    assert libc.asked == []
-
-
-def test_no_page_is_asked_for_where_the_kernel_has_none(free: Path, libc: Libc) -> None:
-    (free.parent / "size").unlink()
-    huge_pages.ask([new(8 * MIB)])
-
-    assert libc.asked == []
-
-
-def test_a_kernel_that_refuses_leaves_the_tensor_as_it_is(
-    libc: Libc, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("advice", [huge_pages._ADVICE, 12345])
+def test_memory_is_as_good_with_huge_pages_as_without(monkeypatch: pytest.MonkeyPatch, advice: int) -> None:
+    libc = Libc()
+    monkeypatch.setattr(huge_pages, "_libc", lambda: libc)
     monkeypatch.setattr(huge_pages, "_free", lambda _: 1 << 40)
-    monkeypatch.setattr(huge_pages, "_ADVICE", 12345)
-    tensor = new(8 * MIB)
+    monkeypatch.setattr(huge_pages, "_ADVICE", advice)
+    tensor = torch.empty(8 * MIB, dtype=torch.uint8)
     huge_pages.ask([tensor])
 
-    assert libc.asked
+    (asked,) = libc.asked
+    assert tensor.data_ptr() - mmap.PAGESIZE < asked.start <= tensor.data_ptr()
+    assert asked.stop == tensor.data_ptr() + tensor.nbytes
     assert tensor.fill_(3).sum() == 3 * 8 * MIB
 
 
-def test_a_resume_asks_for_the_moments_and_not_for_the_weights(
-    run_dir: Path, libc: Libc, monkeypatch: pytest.MonkeyPatch
+ZONES = """Node 0, zone    DMA32 7 7 7 7 7 7 7 7 7 7 700
+Node 0, zone   Normal 9000 8000 900 90 9 9 9 9 9 4 7
+Node 0, zone  Movable 0 0 0 0 0 0 0 0 0 2 0
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "free"),
+    [
+        *(("", 0), ("Node 0, zone\n", 0), ("Node 0, zone Normal many\n", 0), (None, 0)),
+        *((ZONES, 40), (ZONES + "Node 1, zone   Normal 0 0 0 0 0 0 0 0 0 0 3\n", 12)),
+    ],
+)
+def test_the_node_with_the_fewest_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None, free: int
 ) -> None:
-    monkeypatch.setattr(huge_pages, "_free", lambda _: 1 << 40)
-    for steps in (1, 2, 3):
-        torch.manual_seed(0)
-        model = nn.Linear(1024, 2048)
-        optimizer = torch.optim.Adam(model.parameters())
-        libc.asked.clear()
-        with RunState.load(run_dir, model=model, optimizer=optimizer) as state:
-            moments = optimizer.state.get(model.weight, {})
-            assert not any(model.weight.data_ptr() in asked for asked in libc.asked)
-            for name in ("exp_avg", "exp_avg_sq") if steps > 1 else ():
-                assert any(moments[name].data_ptr() in asked for asked in libc.asked)
-            for _ in state.steps(steps):
-                optimizer.zero_grad()
-                model(torch.ones(1, 1024)).sum().backward()
-                optimizer.step()
-            state.save().wait()
-    torch.manual_seed(0)
-    expected = nn.Linear(1024, 2048)
-    optimizer = torch.optim.Adam(expected.parameters())
-    for _ in range(3):
-        optimizer.zero_grad()
-        expected(torch.ones(1, 1024)).sum().backward()
-        optimizer.step()
-    assert torch.equal(model.weight, expected.weight)
+    monkeypatch.setattr(huge_pages, "_FREE", tmp_path / "buddyinfo")
+    if text is not None:
+        (tmp_path / "buddyinfo").write_text(text)
+
+    assert huge_pages._free(2 * MIB) == free * MIB

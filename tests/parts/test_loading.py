@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import itertools
 import json
-import os
 import random
-import shutil
 import struct
 import sys
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,9 +24,8 @@ from torch.utils.data import DataLoader
 
 from resumable import CannotRead, CheckpointDamaged, ResumableWarning, Run, RunState, StateMismatch
 from resumable.files import file_reader, large_files, tensor_file
-from resumable.parts import collect, restore, watch
+from resumable.parts import restore, watch
 from resumable.parts.copies import taken
-from resumable.parts.reading import Reading
 from resumable.run import manifest
 
 LARGE = 64 << 10
@@ -175,9 +171,7 @@ FILES = ("model.safetensors", "model-frozen.safetensors", "optimizer.safetensors
 
 @pytest.mark.proves("all or nothing")
 @pytest.mark.parametrize("file", [*FILES, "state.json", "ranks/00000.safetensors", "manifest.json"])
-def test_one_flipped_bit_anywhere_leaves_every_object_as_it_was(
-    run_dir: Path, saved: list[Any], file: str
-) -> None:
+def test_a_flipped_bit_leaves_every_object_as_it_was(run_dir: Path, saved: list[Any], file: str) -> None:
     path = folder(run_dir, 2) / file
     content = path.read_bytes()
     live = Training(1)
@@ -195,9 +189,7 @@ def test_one_flipped_bit_anywhere_leaves_every_object_as_it_was(
 @pytest.mark.proves("noticed")
 @pytest.mark.filterwarnings("ignore:.*is damaged")
 @pytest.mark.parametrize("file", [*FILES, "state.json", "ranks/00000.json"])
-def test_the_older_checkpoint_is_used_and_nothing_of_the_damaged_one_is_left(
-    run_dir: Path, saved: list[Any], file: str
-) -> None:
+def test_nothing_of_a_damaged_checkpoint_is_loaded(run_dir: Path, saved: list[Any], file: str) -> None:
     path = folder(run_dir, 2) / file
     content = path.read_bytes()
     for at in (0, len(content) // 2, len(content) - 1):
@@ -211,52 +203,6 @@ def test_the_older_checkpoint_is_used_and_nothing_of_the_damaged_one_is_left(
     RunState.load(run_dir, **live.parts).close()
 
     assert live.look() == saved[1]
-
-
-def _cut(path: Path) -> None:
-    put(path, path.read_bytes()[:-1])
-
-
-def _grow(path: Path) -> None:
-    put(path, path.read_bytes() + b"\0")
-
-
-def _empty(path: Path) -> None:
-    put(path, b"")
-
-
-def _lead_elsewhere(path: Path) -> None:
-    os.rename(path, path.with_suffix(".elsewhere"))
-    path.symlink_to(path.with_suffix(".elsewhere"))
-
-
-def _become_a_folder(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
-
-
-DAMAGE: list[Callable[[Path], None]] = [_cut, _grow, _empty, os.unlink, _lead_elsewhere, _become_a_folder]
-
-
-@pytest.mark.filterwarnings("ignore:.*is damaged")
-@pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__)
-@pytest.mark.parametrize("file", [*FILES, "state.json"])
-@pytest.mark.quick(3)
-def test_a_file_that_is_not_as_it_was_written_leaves_every_object_as_it_was(
-    run_dir: Path, saved: list[Any], file: str, damage: Callable[[Path], None]
-) -> None:
-    damage(folder(run_dir, 2) / file)
-    live = Training(1)
-    before = live.look()
-
-    with pytest.raises(CheckpointDamaged, match=file):
-        RunState.load(run_dir, **live.parts, resume=2)
-
-    assert live.look() == before
-    for _ in range(2):
-        RunState.load(run_dir, **live.parts).close()
-
-        assert live.look() == saved[0]
 
 
 # All or nothing: parts that refuse, files that change, interrupts.
@@ -291,10 +237,9 @@ def _interrupt() -> None:
 
 
 @pytest.mark.parametrize("then", [_fail, _interrupt])
-def test_a_part_of_the_users_that_refuses_leaves_the_weights_that_it_saw_as_they_were(
-    run_dir: Path, small_blocks: None, then: Callable[[], None]
-) -> None:
+def test_a_refusal_puts_the_weights_back(run_dir: Path, small_blocks: None, then: Callable[[], None]) -> None:
     training = Training(0)
+    training.optimizer.param_groups[0]["foreign"] = [1]
     with RunState.load(run_dir, **with_own(training, lambda: None)) as state:
         training.step()
         state.save()
@@ -327,7 +272,7 @@ def _flip_later(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
 
 @pytest.mark.proves("noticed")
 @pytest.mark.parametrize("file", ["model.safetensors", "model-frozen.safetensors", "optimizer.safetensors"])
-def test_a_file_that_changes_at_the_last_moment_is_noticed_and_the_error_says_what_is_left(
+def test_a_file_that_changes_at_the_last_moment_is_noticed(
     run_dir: Path, saved: list[Any], monkeypatch: pytest.MonkeyPatch, file: str
 ) -> None:
     live = Training(1)
@@ -346,7 +291,7 @@ def test_a_file_that_changes_at_the_last_moment_is_noticed_and_the_error_says_wh
         assert live.look() == saved[1]
 
 
-def test_a_file_that_changes_before_the_users_part_has_loaded_leaves_everything_as_it_was(
+def test_a_file_that_changes_before_a_users_part_loads_changes_nothing(
     run_dir: Path, small_blocks: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     training = Training(0)
@@ -407,9 +352,7 @@ CRUCIAL = {
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("is_own", [False, True])
 @pytest.mark.quick(2)
-def test_an_interrupt_anywhere_leaves_the_old_or_the_new_or_says_that_it_is_a_mixture(
-    run_dir: Path, small_blocks: None, is_own: bool
-) -> None:
+def test_an_interrupt_leaves_old_or_new_or_says_so(run_dir: Path, small_blocks: None, is_own: bool) -> None:
     def parts(training: Training) -> dict[str, Any]:
         return with_own(training, lambda: None) if is_own else training.parts
 
@@ -425,7 +368,7 @@ def test_an_interrupt_anywhere_leaves_the_old_or_the_new_or_says_that_it_is_a_mi
     whole = _Interrupter(0)
     assert whole.run(lambda: RunState.load(run_dir, **parts(copy.deepcopy(start))).close()) is None
     crucial = [at for at, name in enumerate(whole.calls, 1) if name in CRUCIAL]
-    others = random.Random(0).sample(range(1, len(whole.calls)), 20)
+    others = random.Random(0).sample(range(1, len(whole.calls)), 10)
     seen = []
     for at in sorted({*crucial, *others}):
         again = copy.deepcopy(start)
@@ -446,27 +389,9 @@ def _put_generators(look: Any) -> None:
     random.setstate(look[-1])
 
 
-def test_a_refused_load_leaves_the_settings_of_groups_as_they_were(run_dir: Path) -> None:
-    training = Training(0)
-    training.optimizer.param_groups[0]["foreign"] = [1]
-    with RunState.load(run_dir, **with_own(training, lambda: None)) as state:
-        training.step()
-        state.save()
-    live = Training(1)
-    parts = with_own(live, _fail)
-    before = live.look()
-
-    with pytest.raises(StateMismatch):
-        RunState.load(run_dir, **parts)
-
-    assert live.look() == before
-
-
 @pytest.mark.parametrize("width", [3, 150])
 @pytest.mark.parametrize("then", [lambda: None, _fail])
-def test_gradients_on_their_way_come_back_or_stay_as_they_were(
-    run_dir: Path, width: int, then: Callable[[], None]
-) -> None:
+def test_gradients_of_a_window_come_back_or_stay(run_dir: Path, width: int, then: Callable[[], None]) -> None:
     def make(seed: int, then: Callable[[], None]) -> tuple[Any, dict[str, Any]]:
         torch.manual_seed(seed)
         model = nn.Linear(width, width)
@@ -711,7 +636,7 @@ def test_any_training_comes_back_to_the_last_bit(
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_what_was_saved_on_a_gpu_comes_back_on_the_cpu_and_that_is_reported(run_dir: Path, seed: int) -> None:
+def test_what_was_saved_on_a_gpu_comes_back_on_the_cpu(run_dir: Path, seed: int) -> None:
     training = RandomTraining(seed, ["adam", "nadam", "sgd"][seed % 3])
     with RunState.load(run_dir, **training.parts) as state:
         training.step()
@@ -788,75 +713,6 @@ def _on_gpu(tree: Any) -> Any:
     return {key: _on_gpu(value) for key, value in tree.items()}
 
 
-@pytest.mark.parametrize("optimizer", ["lbfgs", "sparse"])
-def test_optimizers_whose_state_is_of_another_kind_come_back(run_dir: Path, optimizer: str) -> None:
-    def make(seed: int) -> tuple[nn.Module, Any]:
-        torch.manual_seed(seed)
-        model = nn.Embedding(200, 100, sparse=optimizer == "sparse")
-        if optimizer == "sparse":
-            return model, torch.optim.SparseAdam(model.parameters())
-        return model, torch.optim.LBFGS(model.parameters(), max_iter=3)
-
-    def train(model: nn.Module, live: Any) -> None:
-        def closure() -> Tensor:
-            live.zero_grad()
-            loss: Tensor = model(torch.arange(7)).square().sum()
-            loss.backward()
-            return loss
-
-        live.step(closure)
-        live.zero_grad()
-
-    model, live = make(0)
-    with RunState.load(run_dir, model=model, optimizer=live) as state:
-        train(model, live)
-        state.save()
-    expected = of_model(model), of_optimizer(live)
-    for steps in (0, 1, 2):
-        fresh, other = make(1)
-        for _ in range(steps):
-            train(fresh, other)
-        with RunState.load(run_dir, model=fresh, optimizer=other) as state:
-            assert (of_model(fresh), of_optimizer(other)) == expected
-            train(fresh, other)
-            state.save()
-        expected = of_model(fresh), of_optimizer(other)
-
-
-@pytest.mark.parametrize("shapes", [(3, 4), (200, 300)])
-def test_of_what_does_not_fit_but_is_allowed_nothing_is_filled(
-    run_dir: Path, shapes: tuple[int, int]
-) -> None:
-    def make(seed: int, width: int, extra: str) -> tuple[Any, Any]:
-        torch.manual_seed(seed)
-        model: Any = nn.Module()
-        model.same, model.head = nn.Linear(width, 200), nn.Linear(200, shapes[seed % 2])
-        model.add_module(extra, nn.Linear(150, 150))
-        optimizer = torch.optim.Adam(model.parameters())
-        for parameter in model.parameters():
-            parameter.grad = torch.randn_like(parameter)
-        optimizer.step()
-        optimizer.zero_grad()
-        return model, optimizer
-
-    model, optimizer = make(0, 200, "gone")
-    with RunState.load(run_dir, model=model, optimizer=optimizer) as state:
-        state.save()
-    for _ in range(2):
-        other, live = make(1, 200, "added")
-        heads = [bits(other.head.state_dict()), bits(other.added.state_dict()), of_optimizer(live)[1][2:]]
-        allow = ["model.head.*", "model.gone.*", "model.added.*", "optimizer.*"]
-        RunState.load(run_dir, model=other, optimizer=live, allow=allow).close()
-
-        assert bits(other.same.state_dict()) == bits(model.same.state_dict())
-        assert of_optimizer(live)[1][:2] == of_optimizer(optimizer)[1][:2]
-        assert [
-            bits(other.head.state_dict()),
-            bits(other.added.state_dict()),
-            of_optimizer(live)[1][2:],
-        ] == heads
-
-
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_tying_or_untying_that_is_allowed_fills_the_right_ones(run_dir: Path, is_tied: bool) -> None:
     def make(seed: int, is_tied: bool) -> Any:
@@ -922,9 +778,7 @@ class Wrapped(nn.Linear):
 
 @pytest.mark.parametrize("kind", [OwnModule, Hooked, Replaced, Wrapped])
 @pytest.mark.parametrize("width", [3, 150])
-def test_a_module_with_a_way_of_its_own_to_load_sees_the_right_weights(
-    run_dir: Path, kind: type[Any], width: int
-) -> None:
+def test_a_modules_own_way_to_load_sees_the_weights(run_dir: Path, kind: type[Any], width: int) -> None:
     model = kind(width, width)
     with RunState.load(run_dir, model=model) as state:
         state.save()
@@ -996,31 +850,6 @@ def test_weights_that_the_users_part_writes_while_it_loads_stay(run_dir: Path, w
         assert torch.equal(other.bias, model.bias)
 
 
-@pytest.mark.parametrize("place", ["optimizer", "scaler"])
-def test_an_object_of_torchs_whose_load_state_dict_was_replaced_sees_the_restored_weights(
-    run_dir: Path, place: str
-) -> None:
-    training = Training(0)
-    with RunState.load(run_dir, **training.parts, scaler=torch.amp.GradScaler("cpu")) as state:
-        training.step()
-        state.save()
-    for _ in range(2):
-        live, seen = Training(1), []
-        parts = live.parts | {"scaler": torch.amp.GradScaler("cpu")}
-
-        def load(
-            state: Any, own: Any = parts[place].load_state_dict, live: Any = live, seen: Any = seen
-        ) -> None:
-            own(state)
-            seen.append(bits(live.model.first.bias))
-
-        parts[place].load_state_dict = load
-        RunState.load(run_dir, **parts).close()
-
-        assert seen == [bits(training.model.first.bias)]
-        assert live.look() == training.look()
-
-
 # What is in the groups of an optimizer is not in the place where it will be.
 
 
@@ -1062,27 +891,6 @@ def test_a_learning_rate_that_is_a_tensor_can_be_overridden(run_dir: Path) -> No
         assert live.param_groups[0]["betas"][0].item() == 0.5
 
 
-@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
-def test_a_buffer_that_cannot_be_written_to_stays(run_dir: Path, tmp_path: Path) -> None:
-    np.save(tmp_path / "table.npy", np.arange(6.0))
-
-    def make() -> nn.Module:
-        model = nn.Linear(3, 3)
-        table = torch.from_numpy(np.load(tmp_path / "table.npy", mmap_mode="r"))
-        model.register_buffer("table", table, persistent=False)
-        return model
-
-    model = make()
-    with RunState.load(run_dir, model=model) as state:
-        state.save()
-    for _ in range(2):
-        other: Any = make()
-        RunState.load(run_dir, model=other).close()
-
-        assert other.table.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
-        assert torch.equal(other.weight, model.weight)
-
-
 # In place.
 
 
@@ -1103,27 +911,6 @@ def test_going_back_keeps_every_tensor_and_counts_that_it_was_written_to(run_dir
 
     assert [(id(t), t.data_ptr()) for t in after] == [(one, place) for one, place, _ in before]
     assert all(t._version > version for t, (_, _, version) in zip(after, before, strict=True))
-
-
-@pytest.mark.parametrize("width", [3, 150])
-def test_a_first_load_keeps_the_moments_that_are_there(run_dir: Path, width: int) -> None:
-    def make() -> tuple[Any, Any]:
-        model = nn.Linear(width, width)
-        optimizer = torch.optim.Adam(model.parameters())
-        model(torch.ones(width)).sum().backward()
-        optimizer.step()
-        return model, optimizer
-
-    model, optimizer = make()
-    with RunState.load(run_dir, model=model, optimizer=optimizer) as state:
-        state.save()
-    for _ in range(2):
-        other, live = make()
-        before = {key: (id(t), t.data_ptr()) for key, t in live.state[other.weight].items()}
-        RunState.load(run_dir, model=other, optimizer=live).close()
-
-        assert {key: (id(t), t.data_ptr()) for key, t in live.state[other.weight].items()} == before
-        assert of_optimizer(live) == of_optimizer(optimizer)
 
 
 def test_weights_that_are_put_back_after_the_save_of_a_body_are_noticed(run_dir: Path) -> None:
@@ -1202,38 +989,6 @@ def _no_gradients(model: nn.Module) -> Any:
     return of_model(model)
 
 
-@pytest.mark.parametrize("only", [None, "model", "optimizer"])
-def test_going_back_makes_no_copy_at_all(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch, only: str | None
-) -> None:
-    model, optimizer = _plain()
-    with RunState.load(run_dir, model=model, optimizer=optimizer) as state:
-        for _ in range(2):
-            optimizer.zero_grad()
-            _backward(model)
-            optimizer.step()
-            state.save().wait()
-        for _ in range(2):
-            count = _Counting(monkeypatch)
-            state.restore(1, only=only)
-
-            assert (count.made < LARGE, count.copied < LARGE) == (True, True)
-            monkeypatch.undo()
-
-
-def test_where_the_users_code_is_called_there_is_a_whole_way_back(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, optimizer = _plain()
-    with RunState.load(run_dir, model=model, optimizer=optimizer, extra={"own": Own()}) as state:
-        state.save()
-    other, live = _plain()
-    count = _Counting(monkeypatch)
-    RunState.load(run_dir, model=other, optimizer=live, extra={"own": Own()}).close()
-
-    assert count.copied >= sum(p.nbytes for p in other.parameters())
-
-
 # Files that somebody made to do harm.
 
 
@@ -1247,36 +1002,17 @@ def _slot(begin: int, end: int, shape: Any = None, dtype: str = "U8") -> dict[st
 
 
 GIGA = 1 << 30
+# The rest of what a reader refuses is in tests/files/test_tensorfile.py.
 ATTACKS: dict[str, bytes | tuple[bytes, int]] = {
-    "nothing": b"",
-    "seven bytes": b"1234567",
     "a header longer than the file": _file({}, length=GIGA),
-    "a header of 2^64 bytes": _file({}, length=2**64 - 1),
-    "a header that is no JSON": _file(b"{" * 100),
-    "a header that is no text": _file(b"\xff" * 64),
-    "a header that is a list": _file([]),
     "a header that is nested": _file(b"[" * 100_000 + b"]" * 100_000),
     "a tensor beyond the file": _file({"weight": _slot(0, GIGA)}, b"1234"),
-    "a tensor of another size": _file({"weight": _slot(0, 4, [GIGA])}, b"1234"),
     "a tensor of a huge shape": _file({"weight": _slot(0, 4, [2**40, 2**40])}, b"1234"),
-    "a tensor of nothing times much": _file({"weight": _slot(0, 0, [0, 2**62, 2**62])}),
-    "a tensor before the data": _file({"weight": _slot(-4, 0)}, b""),
-    "a tensor that ends before it begins": _file({"weight": _slot(4, 0)}, b"1234"),
     "tensors that overlap": _file({"weight": _slot(0, 4), "bias": _slot(2, 6)}, b"123456"),
-    "tensors with a gap": _file({"weight": _slot(0, 2), "bias": _slot(4, 6)}, b"123456"),
-    "bytes of no tensor": _file({"weight": _slot(0, 4)}, b"12345678"),
-    "a name twice": _file(b'{"a":%s,"a":%s}' % ((json.dumps(_slot(0, 2)).encode(),) * 2), b"12"),
-    "a negative shape": _file({"weight": _slot(0, 4, [-2, -2])}, b"1234"),
-    "a shape of fractions": _file({"weight": _slot(0, 4, [4.0])}, b"1234"),
-    "a shape of truths": _file({"weight": _slot(0, 1, [True])}, b"1"),
-    "an unknown dtype": _file({"weight": _slot(0, 4, dtype="X32")}, b"1234"),
-    "too many dimensions": _file({"weight": _slot(0, 1, [1] * 1000)}, b"1"),
     "no booleans": _file({"weight": _slot(0, 4, dtype="BOOL")}, b"\0\1\2\3"),
     "a large one of no booleans": _file({"weight": _slot(0, LARGE, dtype="BOOL")}, b"\7" * LARGE),
     "a size that lies": (_file({"weight": _slot(0, 4)}, b"1234"), GIGA),
-    "a size of 2^62": (_file({"weight": _slot(0, 4)}, b"1234"), 2**62),
     "a size of 10^30": (_file({"weight": _slot(0, 4)}, b"1234"), 10**30),
-    "a size that is too small": (_file({"weight": _slot(0, 4)}, b"1234"), 4),
     "a size of nothing": (_file({"weight": _slot(0, 4)}, b"1234"), 0),
 }
 
@@ -1301,45 +1037,6 @@ def test_a_file_that_lies_is_refused_and_takes_no_memory(
         tracemalloc.stop()
 
     assert (peak < 16 << 20, count.made < 16 << 20) == (True, True)
-    assert live.look() == before
-
-
-@pytest.mark.parametrize("size", [GIGA, 2**62, 10**30, 1])
-@pytest.mark.parametrize("file", ["state_dot_json", "ranks__00000_dot_json"])
-def test_a_json_file_whose_size_is_a_lie_takes_no_memory(
-    run_dir: Path, saved: list[Any], file: str, size: int
-) -> None:
-    found = folder(run_dir, 2)
-    forge(found, **{file: ((found / file.replace("__", "/").replace("_dot_", ".")).read_bytes(), size)})
-    live = Training(1)
-    before = live.look()
-    tracemalloc.start()
-    try:
-        with pytest.raises(CheckpointDamaged, match="bytes, its manifest says"):
-            RunState.load(run_dir, **live.parts, resume=2)
-        assert tracemalloc.get_traced_memory()[1] < 16 << 20
-    finally:
-        tracemalloc.stop()
-
-    assert live.look() == before
-
-
-@pytest.mark.parametrize("shift", [-4, 4, -640])
-def test_a_weight_that_claims_the_bytes_of_another_is_refused(
-    run_dir: Path, saved: list[Any], shift: int
-) -> None:
-    found = folder(run_dir, 2)
-    content = (found / "model.safetensors").read_bytes()
-    length = 8 + int.from_bytes(content[:8], "little")
-    header = json.loads(content[8:length])
-    header["norm.weight"]["data_offsets"] = [at + shift for at in header["norm.weight"]["data_offsets"]]
-    forge(found, model_dot_safetensors=_file(header, content[length:]))
-    live = Training(1)
-    before = live.look()
-
-    with pytest.raises(CheckpointDamaged, match="does not begin where the tensor before it ends"):
-        RunState.load(run_dir, **live.parts, resume=2)
-
     assert live.look() == before
 
 
@@ -1378,57 +1075,6 @@ def test_a_header_that_changes_before_the_file_is_verified_is_noticed(
     assert live.look() == before
 
 
-DEVICES = ["nn:0", "cuda:-1", "cuda:0:1", "autograd:0", "nothing", "", 5, None, [], {}, "cuda:300", "cuda:a"]
-
-
-@pytest.mark.filterwarnings("ignore:.*is damaged")
-@pytest.mark.parametrize("device", DEVICES, ids=str)
-def test_a_device_that_is_none_is_refused(run_dir: Path, saved: list[Any], device: Any) -> None:
-    found = folder(run_dir, 2)
-    tree = json.loads((found / "state.json").read_bytes())
-    tree["model"]["model"]["first.weight"] = {"$tensor": ["first.weight", {"device": device}]}
-    forge(found, state_dot_json=json.dumps(tree).encode())
-    live = Training(1)
-    RunState.load(run_dir, **live.parts).close()
-
-    assert live.look() == saved[0]
-
-
-def _strides(about: dict[str, Any]) -> Iterator[Any]:
-    for stride in ([1, 0], [2**62, 1], [-160, 1], [0, 0], [1], [160.0, 1], "160", [2**70, 1]):
-        yield {**about, "stride": stride}
-
-
-def test_strides_that_claim_more_than_there_is_are_refused(run_dir: Path, saved: list[Any]) -> None:
-    found = folder(run_dir, 2)
-    tree = json.loads((found / "state.json").read_bytes())
-    for about in (*_strides({}), {"dtype": "float64"}, {"dtype": "none"}, {"unknown": 1}):
-        tree["model"]["model"]["first.weight"] = {"$tensor": ["first.weight", about]}
-        forge(found, state_dot_json=json.dumps(tree).encode())
-        live = Training(1)
-        before = live.look()
-
-        with pytest.raises(CheckpointDamaged):
-            RunState.load(run_dir, **live.parts, resume=2)
-
-        assert live.look() == before
-
-
-def test_a_tensor_that_two_files_have_is_refused(run_dir: Path, saved: list[Any]) -> None:
-    found = folder(run_dir, 2)
-    shutil.copy(found / "model.safetensors", found / "again")
-    content = (found / "again").read_bytes()
-    (found / "again").unlink()
-    forge(found, **{"model-frozen_dot_safetensors": content})
-    live = Training(1)
-    before = live.look()
-
-    with pytest.raises(CheckpointDamaged, match="is in two files"):
-        RunState.load(run_dir, **live.parts, resume=2)
-
-    assert live.look() == before
-
-
 @pytest.mark.parametrize("error", [RuntimeError("can't allocate memory"), torch.OutOfMemoryError("full")])
 def test_a_lack_of_memory_is_no_damage_and_no_older_checkpoint_is_used(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
@@ -1460,32 +1106,6 @@ def test_a_lack_of_memory_is_no_damage_and_no_older_checkpoint_is_used(
         assert state.step == 2
 
 
-@pytest.mark.parametrize("is_in_place", [True, False])
-def test_every_byte_that_is_read_is_reported(run_dir: Path, saved: list[Any], is_in_place: bool) -> None:
-    found = Run(run_dir).open(2)
-    training = Training(1)
-    state = RunState.load(run_dir, **training.parts)
-    told: dict[str, list[int]] = {}
-
-    @contextlib.contextmanager
-    def show(what: str, size: int) -> Iterator[Callable[[int], None]]:
-        told[what] = [size]
-        yield told[what].append
-
-    parts = state._training.parts
-    live = collect.live_tensors(parts, collect.in_place(parts)) if is_in_place else {}
-    reading = Reading(found, live, show=show)
-    names = {name for stem in reading.trees for name in reading.names_in_place(stem)}
-    reading.fill(["model", "optimizer"])
-    state.close()
-
-    sizes = [size for path, (size, *_) in found.about.files.items() if path.endswith(".safetensors")]
-    first, second = told["reading checkpoint 2"], told["putting checkpoint 2 in its place"]
-    assert first[0] == sum(first[1:]) == sum(sizes)
-    assert second[0] == sum(second[1:])
-    assert bool(second[0]) is bool(names) is is_in_place
-
-
 def test_what_goes_to_a_device_goes_there_when_it_is_reported_too(tmp_path: Path) -> None:
     content = bytes(range(200))
     (tmp_path / "file").write_bytes(content)
@@ -1495,3 +1115,15 @@ def test_what_goes_to_a_device_goes_there_when_it_is_reported_too(tmp_path: Path
     file_reader.scan_files(tmp_path, [(scan, large_files.digest(content))])
 
     assert (took, told) == (content, [200])
+
+
+@pytest.mark.parametrize("size", [GIGA, 10**30])
+@pytest.mark.parametrize("file", ["state_dot_json", "ranks__00000_dot_json"])
+def test_a_json_file_whose_size_is_a_lie_is_refused(
+    run_dir: Path, saved: list[Any], file: str, size: int
+) -> None:
+    found = folder(run_dir, 2)
+    forge(found, **{file: ((found / file.replace("__", "/").replace("_dot_", ".")).read_bytes(), size)})
+
+    with pytest.raises(CheckpointDamaged, match="bytes, its manifest says"):
+        RunState.load(run_dir, **Training(1).parts, resume=2)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,7 +19,7 @@ from torch.optim.swa_utils import AveragedModel
 from resumable import ResumableWarning, RunState, StateMismatch, Unsupported, UsageError
 from resumable.files.sharded_tensor import local
 from resumable.parts import ddp_buckets
-from resumable.parts.models import ModulePart, bare_name, unwrap
+from resumable.parts.models import bare_name, unwrap
 
 Wrap = Callable[[nn.Module], nn.Module]
 
@@ -88,8 +85,7 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
-@pytest.mark.parametrize(("first", "second"), list(itertools.product(WRAPS, WRAPS)))
-@pytest.mark.sampled(5)
+@pytest.mark.parametrize(("first", "second"), [*zip(WRAPS, [*WRAPS][3:] + [*WRAPS][:3], strict=True)])
 def test_a_model_can_be_wrapped_otherwise_at_each_resume(run_dir: Path, first: str, second: str) -> None:
     model = WRAPS[first](0)
     inputs = torch.randn(5, 3)
@@ -143,40 +139,6 @@ def test_an_average_of_a_wrapped_model_has_the_names_of_a_bare_one(run_dir: Path
         assert ema.n_averaged.item() == 0
 
 
-def _leaf(dtype: torch.dtype) -> str:
-    return f"as_{dtype}".replace("torch.", "")
-
-
-class Odd(nn.Module):
-    """Tensors of all the kinds that hand-written checkpoints stumble over."""
-
-    def __init__(self, seed: int = 0) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.scalar = nn.Parameter(torch.randn(()))
-        self.empty = nn.Parameter(torch.randn(0, 3))
-        self.transposed = nn.Parameter(torch.randn(3, 4).t())
-        self.strided = nn.Parameter(torch.randn(4, 4)[:, ::2])
-        self.whole_numbers = nn.Parameter(torch.randint(9, (3,)), requires_grad=False)
-        for dtype in (torch.bool, torch.complex64, torch.complex128, torch.bfloat16, torch.float16):
-            self.register_buffer(_leaf(dtype), torch.randn(2, 3).to(dtype))
-        for dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz):
-            self.register_buffer(_leaf(dtype), torch.rand(2, 3).to(dtype))
-        for dtype in (torch.uint16, torch.uint64, torch.int8, torch.float64):
-            self.register_buffer(_leaf(dtype), (torch.rand(2, 3) * 99).to(dtype))
-        self.register_buffer("channels_last", torch.randn(1, 2, 3, 3).to(memory_format=torch.channels_last))
-        self.register_buffer("special", torch.tensor([float("nan"), -0.0, float("inf")]))
-        self.register_buffer("nothing", None)
-
-
-def test_tensors_of_every_kind_come_back_bit_for_bit(run_dir: Path) -> None:
-    model = _resume_twice(run_dir, Odd)
-
-    _assert_equal(Odd(0).state_dict(), model.state_dict())
-    assert model.nothing is None
-    assert model.transposed.stride() == Odd(0).transposed.stride()
-
-
 class Tied(nn.Module):
     """An embedding that is also the output layer."""
 
@@ -224,20 +186,6 @@ def test_parametrized_weights_come_back(run_dir: Path, parametrize: Callable[[nn
     assert torch.equal(model.weight, build(0).weight)  # type: ignore[arg-type]
 
 
-def test_batch_norm_continues_from_its_statistics(run_dir: Path) -> None:
-    straight = nn.BatchNorm1d(3)
-    for step in range(6):
-        straight(torch.randn(4, 3, generator=torch.Generator().manual_seed(step)))
-    for resume in range(3):
-        model = nn.BatchNorm1d(3)
-        with RunState.load(run_dir, model=model) as state:
-            for step in (2 * resume, 2 * resume + 1):
-                model(torch.randn(4, 3, generator=torch.Generator().manual_seed(step)))
-            state.save()
-
-    _assert_equal(straight.state_dict(), model.state_dict())
-
-
 def test_each_modules_own_mode_comes_back(run_dir: Path) -> None:
     def build(seed: int) -> nn.Sequential:
         return nn.Sequential(nn.Dropout(), nn.Sequential(nn.Dropout(), nn.Linear(1, 1)))
@@ -283,7 +231,7 @@ class Caches(nn.Module):
         self.register_buffer("until", torch.ones(1), persistent=False)
 
 
-def test_buffers_that_are_not_persistent_come_back_changed_grown_made_and_dropped(run_dir: Path) -> None:
+def test_buffers_that_are_not_persistent_come_back(run_dir: Path) -> None:
     model: Any = Caches()
     with RunState.load(run_dir, model=nn.DataParallel(model)) as state:
         model.inner.cache = torch.arange(3.0)
@@ -300,19 +248,6 @@ def test_buffers_that_are_not_persistent_come_back_changed_grown_made_and_droppe
         assert model.until is None
         assert torch.equal(model.made, torch.full((2,), 7.0))
         assert model.state_dict().keys() == {"inner.weight", "inner.bias"}
-
-
-def test_a_buffer_that_changed_is_written_into_the_live_tensor(run_dir: Path) -> None:
-    model: Any = Caches()
-    model.inner.cache += 3
-    _save(run_dir, model=model)
-    for _ in range(2):
-        model = Caches()
-        live = model.inner.cache
-        RunState.load(run_dir, model=model).close()
-
-        assert model.inner.cache is live
-        assert live.tolist() == [3.0, 3.0]
 
 
 def test_going_back_forgets_the_buffers_that_were_made_since(run_dir: Path) -> None:
@@ -338,26 +273,6 @@ def test_a_buffer_that_is_new_in_the_code_stays(run_dir: Path) -> None:
         assert torch.equal(model[0].mask, torch.ones(2))  # type: ignore[arg-type]
 
 
-def test_a_buffer_of_none_that_is_persistent_stays_so(run_dir: Path) -> None:
-    model = nn.BatchNorm1d(2, track_running_stats=False)
-    for _ in range(3):
-        _save(run_dir, model=model)
-    model.running_mean = torch.ones(2)
-
-    assert "running_mean" in model.state_dict()
-
-
-def test_a_buffer_of_a_module_that_is_gone_is_left_out(run_dir: Path) -> None:
-    model = nn.Sequential(nn.Linear(1, 1), nn.Identity())
-    model[1].register_buffer("cache", torch.ones(1), persistent=False)
-    _save(run_dir, model=model)
-    for _ in range(2):
-        model = nn.Sequential(nn.Linear(1, 1))
-        RunState.load(run_dir, model=model).close()
-
-        assert not list(model.buffers())
-
-
 class Counting(nn.Module):
     """A module with a state beside its tensors."""
 
@@ -380,29 +295,6 @@ def test_the_extra_state_of_modules_comes_back(run_dir: Path) -> None:
     assert seen["batches"] == 5
     assert torch.equal(seen["last"], torch.tensor([5.0, 5.0]))
     assert "0._extra_state" not in load_file(run_dir / "newest" / "model.safetensors")
-
-
-class Growing(nn.Module):
-    """A module whose other state is a tensor that grows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen = torch.zeros(0)
-
-    def get_extra_state(self) -> Tensor:
-        return self.seen
-
-    def set_extra_state(self, state: Tensor) -> None:
-        self.seen = state
-
-
-def test_extra_state_that_is_a_tensor_may_grow(run_dir: Path) -> None:
-    for resume in range(3):
-        model = Growing()
-        with RunState.load(run_dir, model=model) as state:
-            assert model.seen.tolist() == [*range(resume)]
-            model.seen = torch.arange(resume + 1.0)
-            state.save()
 
 
 @pytest.mark.parametrize("then", [True, False])
@@ -448,15 +340,6 @@ def test_a_lazy_module_has_to_see_a_batch_first(run_dir: Path) -> None:
     model(torch.ones(1, 3))
     for _ in range(3):
         _save(run_dir, model=model)
-
-
-def test_weights_are_loaded_into_the_very_tensors_that_the_optimizer_has(run_dir: Path) -> None:
-    model = nn.Linear(2, 2)
-    before = [id(parameter) for parameter in model.parameters()]
-    for _ in range(3):
-        _save(run_dir, model=model)
-
-    assert [id(parameter) for parameter in model.parameters()] == before
 
 
 def test_a_modules_extra_part_keeps_its_flags_too(run_dir: Path) -> None:
@@ -513,19 +396,7 @@ def test_a_replica_continues_with_the_order_of_its_gradients(run_dir: Path, kind
 
 
 @pytest.mark.usefixtures("_alone")
-def test_only_a_replica_that_has_an_order_says_so() -> None:
-    plain, ddp = Net(), DistributedDataParallel(Net())
-    _forth_and_back(plain)
-    before = ModulePart("model", plain, "model").collect()["extra"].keys()
-
-    assert ModulePart("model", ddp, "model").collect()["extra"].keys() == before
-    _forth_and_back(ddp)
-    assert ModulePart("model", ddp, "model").collect()["extra"].keys() == before | {"buckets"}
-    assert ModulePart("extra.it", ddp).collect()["extra"]["buckets"] == {"": _order(ddp)}
-
-
-@pytest.mark.usefixtures("_alone")
-def test_a_checkpoint_of_one_process_fits_a_replica_and_the_other_way_round(run_dir: Path) -> None:
+def test_a_replica_and_one_process_resume_each_other(run_dir: Path) -> None:
     for model in (Net(), DistributedDataParallel(Net(1)), Net(2), DistributedDataParallel(Net(3))):
         with RunState.load(run_dir, model=model) as state:
             _forth_and_back(model)
@@ -562,41 +433,6 @@ def test_a_replica_that_cannot_take_up_its_order_says_so(run_dir: Path) -> None:
             RunState.load(run_dir, model=ddp).close()
 
 
-@pytest.mark.usefixtures("_alone")
-def test_a_replica_of_another_model_begins_with_the_order_it_is_made_with(run_dir: Path) -> None:
-    ddp = DistributedDataParallel(Net())
-    _forth_and_back(ddp, 2)
-    _save(run_dir, model=ddp)
-    for _ in range(2):
-        model = Net(1)
-        model.module = nn.Linear(4, 5)
-        ddp = DistributedDataParallel(model)
-        RunState.load(run_dir, model=ddp, allow=["model.module.*"]).close()
-
-        assert not _order(ddp)
-
-
-@pytest.mark.usefixtures("_alone")
-def test_batch_norm_over_all_processes_has_the_names_of_a_bare_model(run_dir: Path) -> None:
-    def build(seed: int) -> nn.Module:
-        # As a whole it takes no CPU
-        return nn.SyncBatchNorm.convert_sync_batchnorm(DistributedDataParallel(Net(seed)))
-
-    model = build(0)
-    model.module.body[1].running_mean += 3
-    _save(run_dir, model=model)
-    for seed in (1, 2):
-        again = build(seed)
-        _save(run_dir, model=again)
-
-        assert isinstance(again.module.body[1], nn.SyncBatchNorm)
-        assert torch.equal(again.module.body[1].running_mean, torch.full((4,), 3.0))
-        _assert_equal(model.module.state_dict(), again.module.state_dict())
-    bare = Net(3)
-    load_model(bare, run_dir / "newest" / "model.safetensors")
-    _assert_equal(bare.state_dict(), model.module.state_dict())
-
-
 def _mesh() -> Any:
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -607,13 +443,6 @@ def _fully_sharded() -> nn.Module:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     return FullyShardedDataParallel(Net(), device_id=torch.device("cpu"))
-
-
-def _sharded_inside() -> nn.Module:
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    FullyShardedDataParallel(net := Net(), device_id=torch.device("cpu"), use_orig_params=True)
-    return net
 
 
 def _sharded_in_place() -> nn.Module:
@@ -644,15 +473,6 @@ def _partial(name: str) -> nn.Module:
     return net
 
 
-def _in_shards() -> nn.Module:
-    from torch.distributed._shard import shard_parameter
-    from torch.distributed._shard.sharding_spec import ChunkShardingSpec
-
-    net = Net()
-    shard_parameter(net.module, "weight", ChunkShardingSpec(0, ["rank:0/cpu"]))
-    return net
-
-
 def _engine() -> nn.Module:
     engine = type("DeepSpeedEngine", (nn.Module,), {"__module__": "deepspeed.runtime.engine"})()
     engine.module = Net()
@@ -667,13 +487,9 @@ def _partitioned() -> nn.Module:
 
 SPLIT: Mapping[str, tuple[Callable[[], nn.Module], str, str]] = {
     "FSDP": (_fully_sharded, r"model is split over the processes \(FSDP1\)", "torch.distributed.checkpoint"),
-    "FSDP of it": (_sharded_inside, r"model\.body\.0\.weight is split .* \(FSDP1\)", "checkpoint"),
-    "FSDP inside": (lambda: nn.Sequential(_fully_sharded()), r"model\.0 is split .* \(FSDP1\)", "checkpoint"),
     "a parameter": (lambda: _partial("weight"), r"model\.body\.1\.weight is placed as Partial", "Shard"),
     "a buffer": (lambda: _partial("running_var"), r"model\.body\.1\.running_var is placed as", "Shard"),
-    "shards": (_in_shards, r"model\.module\.weight is split .*ShardedTensor", "checkpoint"),
     "an engine": (_engine, r"model is split .* \(DeepSpeed\)", "the engine's own save_checkpoint"),
-    "an engine inside": (lambda: nn.Sequential(_engine()), r"model\.0 is split", "save_checkpoint"),
     "its parameters": (_partitioned, r"model\.module\.weight is split .*DeepSpeed", "save_checkpoint"),
 }
 
@@ -720,19 +536,6 @@ def test_what_only_sounds_like_a_share_is_taken(run_dir: Path) -> None:
     kernel = type("FusedAdam", (torch.optim.SGD,), {"__module__": "deepspeed.ops.adam.fused_adam"})
     for _ in range(2):
         _save(run_dir, model=model, optimizer=kernel(model.parameters(), lr=0.1))
-
-
-@pytest.mark.heavy
-def test_no_import_is_needed_for_what_splits_a_model(run_dir: Path) -> None:
-    script = f"""
-import sys, torch
-from resumable import RunState
-with RunState.load({str(run_dir)!r}, model=torch.nn.Linear(2, 2)) as state:
-    state.save()
-found = ["torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.optim", "deepspeed"]
-assert not [name for name in found if name in sys.modules]
-"""
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
 
 
 def test_a_buffer_that_nothing_can_be_loaded_into_is_refused_at_first(run_dir: Path) -> None:

@@ -61,9 +61,7 @@ def start(run_dir: Path, replay: deque[Any], **more: Any) -> RunState:
     )
 
 
-def test_what_is_added_while_a_save_looks_at_the_parts_is_not_in_it(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_comes_as_it_looks_at_the_parts_waits(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before, encode = None, codec.encode
     for _ in range(3):
         replay: deque[Any] = deque(maxlen=LENGTH)
@@ -99,7 +97,7 @@ class Counting:
 
 
 @pytest.mark.filterwarnings("ignore:.* changed after save")
-def test_what_a_state_dict_writes_into_other_parts_is_in_the_same_checkpoint(run_dir: Path) -> None:
+def test_what_a_state_dict_writes_elsewhere_is_in_the_same_checkpoint(run_dir: Path) -> None:
     for life in range(3):
         first, last = dict[str, Any](), dict[str, Any]()
         counting = Counting(first, last)

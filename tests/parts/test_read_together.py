@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,6 @@ from torch import nn
 
 from resumable import RunState
 from resumable.errors import StateMismatch
-from resumable.files.tensor_file import Slot, Slots
-from resumable.parts import copies, places
 
 
 def many(seed: int, like: str) -> nn.Module:
@@ -163,101 +160,8 @@ def test_a_module_is_told_the_version_of_its_state(run_dir: Path, allow: tuple[s
     assert resumed.seen == 2
 
 
-@pytest.mark.parametrize("is_on", [True, False])
-def test_no_garbage_is_collected_among_what_a_load_makes(run_dir: Path, is_on: bool) -> None:
-    model, found = many(1, "plain"), []
-    with RunState.load(run_dir, model=model) as state:
-        state.save().wait()
-        was_on, before = gc.isenabled(), gc.get_threshold()
-        (gc.enable if is_on else gc.disable)()
-        gc.callbacks.append(collecting := lambda phase, info: found.append(phase))
-        gc.set_threshold(1)
-        try:
-            state.restore("newest")
-            assert gc.isenabled() is is_on
-        finally:
-            gc.callbacks.remove(collecting)
-            gc.set_threshold(*before)
-            (gc.enable if was_on else gc.disable)()
-    assert found.count("start") < (10 if is_on else 1)
-
-
-@pytest.mark.parametrize(
-    ("change", "told"),
-    [
-        (lambda one: nn.Parameter(torch.zeros(8)), r"weight3: float32\[7\] in the checkpoint, float32\[8\]"),
-        (lambda one: nn.Parameter(one.detach().double()), r"weight3: float32\[7\] .*, float64\[7\]"),
-    ],
-)
-def test_one_other_shape_or_dtype_among_many_is_named(run_dir: Path, change: Any, told: str) -> None:
-    with RunState.load(run_dir, model=many(1, "plain")) as state:
-        state.save()
-    model = many(2, "plain")
-    model.weight3 = change(model.weight3)
-    before = bits(model)
-
-    with pytest.raises(StateMismatch, match=told):
-        RunState.load(run_dir, model=model)
-    assert bits(model) == before
-
-
 with torch.inference_mode():
     INFERENCE = torch.zeros(2, 3)
-LIVES = {
-    "plain": torch.zeros(2, 3),
-    "parameter": nn.Parameter(torch.zeros(2, 3)),
-    "transposed": torch.zeros(3, 2).t(),
-    "booleans": torch.zeros(2, 3, dtype=torch.bool),
-    "complex": torch.zeros(2, 3, dtype=torch.complex64),
-    "no elements": torch.zeros(0, 3),
-    "inference": INFERENCE,
-    "elsewhere": torch.zeros(2, 3, device="meta"),
-}
-
-
-@pytest.mark.parametrize("kind", LIVES)
-def test_what_fits_together_is_what_fits_one_by_one(kind: str) -> None:
-    live, fitting = LIVES[kind], torch.zeros(4)
-    slot = Slot("one", live.dtype, tuple(live.shape), 0, live.nbytes)
-    other = Slot("other", fitting.dtype, (4,), live.nbytes, live.nbytes + 16)
-    wrong = [slot._replace(shape=(3, 2)), slot._replace(dtype=torch.int16)]
-
-    assert places.all_fit([live, fitting], Slots([slot, other])) is places.fits(slot, places.HOST, live)
-    assert not any(places.all_fit([live, fitting], Slots([one, other])) for one in wrong)
-
-
-def test_copies_are_of_the_moment_and_in_memory_of_their_own() -> None:
-    torch.manual_seed(1)
-    live = {
-        "a": torch.randn(3),
-        "b": nn.Parameter(torch.randn(2, 2)),
-        "c": torch.randn(3).double(),
-        "d": torch.randn(4, 2).t(),
-        "e": torch.randn(3),
-        "f": nn.Parameter(torch.randn(2, 2)),
-        "g": torch.randn(70_000),
-        "h": torch.randn(70_000),
-    }
-    then = {name: one.detach().clone() for name, one in live.items()}
-
-    found = copies.taken(live)
-    for one in live.values():
-        one.detach().zero_()
-    assert found().keys() == then.keys()
-    assert all(torch.equal(found()[name], one) for name, one in then.items())
-    assert not any(one.requires_grad for one in found().values())
-
-
-@pytest.mark.parametrize("shape", [(), (3,), (2, 3), (0, 3)])
-def test_copies_of_one_shape_are_no_views_of_one_memory(shape: tuple[int, ...]) -> None:
-    live = {name: torch.full(shape, float(number)) for number, name in enumerate("abc")}
-
-    found = copies.taken(live)()
-
-    for name, one in found.items():
-        assert torch.equal(one, live[name])
-        assert not one._is_view()
-        assert one.untyped_storage().nbytes() == one.nbytes
 
 
 def stepped(seed: int) -> tuple[nn.Linear, torch.optim.Adam]:

@@ -56,9 +56,7 @@ WRAPPERS = (by_fabric, by_accelerate)
 
 
 @pytest.mark.parametrize("make", WRAPPERS)
-def test_a_training_in_wrappers_is_resumed_twice_as_if_it_had_not_been_stopped(
-    make: Any, run_dir: Path, tmp_path: Path
-) -> None:
+def test_a_training_in_wrappers_is_exact_after_two_resumes(make: Any, run_dir: Path, tmp_path: Path) -> None:
     straight = train(tmp_path / "straight", make(), 6)
 
     for steps in (2, 4, 6):
@@ -69,9 +67,7 @@ def test_a_training_in_wrappers_is_resumed_twice_as_if_it_had_not_been_stopped(
 
 
 @pytest.mark.parametrize("make", WRAPPERS)
-def test_wrapped_and_bare_parts_have_the_same_names_and_continue_from_each_other(
-    make: Any, run_dir: Path, tmp_path: Path
-) -> None:
+def test_wrapped_and_bare_parts_continue_from_each_other(make: Any, run_dir: Path, tmp_path: Path) -> None:
     straight = train(tmp_path / "straight", bare(), 6)
 
     for parts, steps in ((make(), 2), (bare(), 4), (make(), 6)):
@@ -114,9 +110,7 @@ def scaled_by_accelerate() -> tuple[Parts, torch.amp.GradScaler]:
 
 
 @pytest.mark.parametrize("make", [scaled_by_fabric, scaled_by_accelerate])
-def test_the_scaler_that_a_wrapped_optimizer_steps_with_is_saved_without_a_line(
-    make: Any, run_dir: Path
-) -> None:
+def test_the_scaler_of_a_wrapped_optimizer_is_saved(make: Any, run_dir: Path) -> None:
     for scale in (8.0, 16.0, 32.0):
         parts, scaler = make()
         with RunState.load(run_dir, **parts) as state:

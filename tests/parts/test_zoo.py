@@ -239,9 +239,7 @@ def _id(variant: Any) -> str:
 @pytest.mark.parametrize(("optimizer", "options"), VARIANTS, ids=_id)
 @pytest.mark.sampled(3)
 @pytest.mark.quick(3)
-def test_an_optimizer_with_any_scheduler_continues_after_two_resumes_as_if_never_stopped(
-    run_dir: Path, optimizer: str, options: Mapping[str, Any]
-) -> None:
+def test_two_resumes_are_exact(run_dir: Path, optimizer: str, options: Mapping[str, Any]) -> None:
     expected = _trials(optimizer, options, seed=1)
     for trial in expected.values():
         trial.train(range(BEFORE + RESUMES * AFTER))

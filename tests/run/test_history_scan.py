@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,7 @@ import pytest
 from resumable import Boundary
 from resumable.files import jsonl
 from resumable.files.jsonl import Line
-from resumable.files.large_files import Content
-from resumable.run import checkpoint, history, history_scan
+from resumable.run import history, history_scan
 from resumable.run.directory import Run
 from resumable.run.history_scan import Scan, scan
 from resumable.run.history_writer import History
@@ -82,18 +80,6 @@ def same(data: bytes) -> bool:
     return (found.skipped, found.took()) == (expected.skipped, expected.took())
 
 
-def test_a_save_as_it_is_written_matches_the_pattern(run: Run) -> None:
-    found = History(run)
-    found.begin(HERE, None)
-    found.saved(about(2, 1), "called")
-    *_, with_times, _, plain = (run.path / history.NAME).read_text().splitlines()
-
-    for line in (with_times, plain):
-        match = re.fullmatch(history_scan._LINE, line)
-        assert match
-        assert not match[7]
-
-
 def test_a_long_history_says_what_parsing_each_line_says(lines: list[Line]) -> None:
     lines[500]["superseded"] = True
     del lines[501]["wrote"]
@@ -107,7 +93,7 @@ def test_a_long_history_says_what_parsing_each_line_says(lines: list[Line]) -> N
     assert found.superseded == {lines[500]["number"]}
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_damaged_bytes_are_found_as_by_parsing(lines: list[Line], seed: int) -> None:
     draw, data = random.Random(seed), []
     for text in joined(lines).splitlines():
@@ -127,37 +113,6 @@ def test_damaged_bytes_are_found_as_by_parsing(lines: list[Line], seed: int) -> 
     assert 0 < len(scan(b"\n".join(data)).parents) < COUNT
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        (b'"epoch": 1', b'"epoch": 01'),
-        (b'"size": 0', b'"size": 1e999'),
-        (b'"size": 0', b'"size": NaN'),
-        (b'"durable": 2.5', b'"durable": -2.5'),
-        (b'"durable": 2.5', b'"durable": 1e300'),
-        (b'"number": 9,', b'"number": 9, "number": 8,'),
-        (b'"number": 9,', b'"number": 9000000000000000000000,'),
-        (b'"number": 9,', b'"n\\u0075mber": 9,'),
-        (
-            b'"event": "save", "attempt": 1, "number": 9,',
-            b'"event": "s\\u0061ve", "attempt": 1, "number": 9,',
-        ),
-        (b'"lost": 0.1', b'"lost": 1\xff'),
-        (b"every 1 %", b"every \x01 %"),
-        (b"every 1 %", b"every \xff %"),
-        (b"every 1 %", b"every \xed\xa0\x80 %"),
-    ],
-)
-def test_a_hostile_line_is_taken_as_by_parsing(lines: list[Line], old: bytes, new: bytes) -> None:
-    texts = joined(lines).split(b"\n")
-    at = next(at for at, text in enumerate(texts) if b'"number": 9,' in text)
-    texts[-2], texts[at] = texts[at], texts[-2]
-    texts[-2] = texts[-2].replace(old, new)
-    assert new in texts[-2]
-
-    assert same(b"\n".join(texts))
-
-
 def test_a_long_history_tells_what_to_skip_and_what_was_allowed(run: Run, lines: list[Line]) -> None:
     lines.append({"event": "skip", "attempt": 1, "number": 12, "problem": "again"})
     (run.path / history.NAME).write_bytes(joined(lines))
@@ -171,18 +126,3 @@ def test_one_that_cannot_be_read_says_nothing_of_what_to_skip_or_allow(tmp_path:
     (tmp_path / history.NAME).mkdir()
 
     assert (history_scan.skipped(tmp_path), history_scan.allowed(tmp_path)) == ({}, [])
-
-
-def test_a_start_after_a_long_history_adds_and_marks_what_it_must(run: Run, lines: list[Line]) -> None:
-    (run.path / history.NAME).write_bytes(joined(lines))
-    with run.adding(about(COUNT + 1, COUNT)):
-        checkpoint.commit(run.folder, about(COUNT + 1, COUNT), {"model.safetensors": Content(b"weights")})
-
-    found = History(run)
-    assert found.begin(HERE, COUNT - 2) == 2
-
-    saves = [line for line in history.read(run.path) if history.is_save(line)]
-    assert [one["number"] for one in saves] == [*range(1, COUNT + 2)]
-    assert [one["number"] for one in saves if one["superseded"]] == [COUNT - 1, COUNT, COUNT + 1]
-    assert history.read(run.path)[-1]["previous"]["last"] == found.highest == COUNT + 1
-    assert (found.last_took, len(found.wrote), found.wrote[0]["disk"]) == ((0.1, 2.5), 256, 12)  # type: ignore[index, call-overload]

@@ -37,24 +37,17 @@ DOWN = Goal("val_loss", maximize=False)
     [
         (UP, 0.9, 0.8, True),
         (UP, 0.8, 0.9, False),
-        (UP, 0.8, 0.8, False),
         (UP, -1.0, None, True),
         (UP, nan, None, False),
-        (UP, nan, 0.8, False),
         (UP, inf, 0.8, False),
         (UP, -inf, None, False),
         (UP, None, None, False),
-        (UP, None, 0.8, False),
         (UP, 0.0, -0.0, False),
         (DOWN, 0.8, 0.9, True),
         (DOWN, 0.9, 0.8, False),
-        (DOWN, 0.8, 0.8, False),
         (DOWN, 1e300, None, True),
         (DOWN, nan, None, False),
-        (DOWN, nan, 0.8, False),
         (DOWN, -inf, 0.8, False),
-        (DOWN, inf, None, False),
-        (DOWN, None, 0.8, False),
     ],
 )
 def test_a_value_is_better_only_if_it_is_a_number_that_beats_the_other(
@@ -69,7 +62,6 @@ def test_a_value_is_better_only_if_it_is_a_number_that_beats_the_other(
         (None, None, {"val_acc": 0.9}, None),
         (Best(UP, 0.8, 3), None, {"val_acc": 0.9}, Best(UP, 0.8, 3)),
         (None, UP, {}, None),
-        (None, UP, {"val_loss": 0.9}, None),
         (None, UP, {"val_acc": nan}, None),
         (None, UP, {"val_acc": 0.7}, Best(UP, 0.7, 9)),
         (Best(UP, 0.8, 3), UP, {"val_acc": 0.9}, Best(UP, 0.9, 9)),
@@ -78,13 +70,11 @@ def test_a_value_is_better_only_if_it_is_a_number_that_beats_the_other(
         (Best(UP, 0.8, 3), UP, {"val_acc": inf}, Best(UP, 0.8, 3, since=1)),
         (Best(UP, 0.8, 3, since=4), UP, {}, Best(UP, 0.8, 3, since=4)),
         (Best(UP, 0.8, 3, since=4), UP, {"val_acc": nan}, Best(UP, 0.8, 3, since=5)),
-        (Best(UP, 0.8, 3, since=4), UP, {"val_acc": 0.9}, Best(UP, 0.9, 9)),
         (Best(DOWN, 0.8, 3), DOWN, {"val_loss": 0.7}, Best(DOWN, 0.7, 9)),
-        (Best(DOWN, 0.8, 3), DOWN, {"val_loss": 0.9}, Best(DOWN, 0.8, 3, since=1)),
         (Best(DOWN, 0.8, 3), DOWN, {"val_loss": -inf}, Best(DOWN, 0.8, 3, since=1)),
     ],
 )
-def test_the_best_is_replaced_only_by_a_better_one_and_all_others_are_counted(
+def test_the_best_is_replaced_only_by_a_better_one(
     best: Best | None, goal: Goal | None, metrics: dict[str, float], expected: Best | None
 ) -> None:
     assert update_best(best, goal, metrics, 9) == expected
@@ -102,9 +92,7 @@ def test_the_best_is_replaced_only_by_a_better_one_and_all_others_are_counted(
         (None, [0.1, 0.2], None),
     ],
 )
-def test_the_best_of_a_history_is_its_first_best_number(
-    goal: Goal | None, values: list[float], expected: Best | None
-) -> None:
+def test_the_first_of_the_best_counts(goal: Goal | None, values: list[float], expected: Best | None) -> None:
     name = goal.metric if goal else "val_acc"
 
     assert best_of(goal, [(number, {name: value}) for number, value in enumerate(values, 1)]) == expected
@@ -144,11 +132,9 @@ BACK = saves(900, 1010, 1500, 950, 1005, 1100)
     [
         ([], Keep(1), [], []),
         ([], None, [], []),
-        (TEN[:1], Keep(1), [], [1]),
         (TEN, None, [], [*range(1, 11)]),
         (TEN, Keep(1), [], [10]),
         (TEN, Keep(3), [], [8, 9, 10]),
-        (TEN, Keep(10), [], [*range(1, 11)]),
         (TEN, Keep(99), [], [*range(1, 11)]),
         (TEN, Keep(2), [1], [1, 9, 10]),
         (TEN, Keep(2), [None, 9, 77], [9, 10]),
@@ -156,18 +142,14 @@ BACK = saves(900, 1010, 1500, 950, 1005, 1100)
         (BACK, Keep(2), [], [5, 6]),
         (HUNDREDS, Keep(1, every=Every(steps=300)), [], [3, 6, 9, 10]),
         (HUNDREDS, Keep(1, every=Every(steps=250)), [], [3, 5, 8, 10]),
-        (HUNDREDS, Keep(1, every=Every(steps=1)), [], [*range(1, 11)]),
-        (HUNDREDS, Keep(1, every=Every(steps=5000)), [], [10]),
         (HUNDREDS, Keep(1, every=Every(steps=5000)), [4], [4, 10]),
         (saves(100, 2500, 2600, 3100), Keep(1, every=Every(steps=1000)), [], [2, 4]),
         (saves(1000, 1000, 1100), Keep(1, every=Every(steps=1000)), [], [1, 2, 3]),
         (BACK, Keep(1, every=Every(steps=1000)), [], [2, 5, 6]),
         (saves(*range(10, 110, 10), epochs=40), Keep(1, every=Every(epochs=1)), [], [4, 8, 10]),
         (saves(*range(10, 110, 10), epochs=20), Keep(1, every=Every(epochs=2)), [], [4, 8, 10]),
-        (saves(*range(10, 110, 10), epochs=500), Keep(1, every=Every(epochs=2)), [], [10]),
         (saves(0, 10, 40, 41, 60, times=1), Keep(1, every=Every(seconds=40)), [], [1, 3, 5]),
         (saves(0, 0, 0, times=1), Keep(1, every=Every(seconds=40)), [], [1, 3]),
-        (saves(1, 2, 3), Keep(1, every=Every(seconds=40)), [], [3]),
         (HUNDREDS, Keep(1, every=Every(steps=300, epochs=7)), [], [3, 6, 9, 10]),
         (
             saves(*range(100, 1100, 100), epochs=350),
@@ -238,9 +220,7 @@ def left(facts: list[Facts], keep: Keep) -> list[Facts]:
 
 
 @given(histories, rules, st.sets(st.integers(1, 25)))
-def test_the_newest_never_goes_nor_what_is_protected(
-    facts: list[Facts], keep: Keep, protect: set[int]
-) -> None:
+def test_the_newest_and_the_protected_stay(facts: list[Facts], keep: Keep, protect: set[int]) -> None:
     going = to_prune(facts, keep, UP, protect)
 
     assert not {one.number for one in facts[-keep.newest :]} & {*going}
@@ -307,32 +287,16 @@ HOURS = 3600.0
             "a save costs 0 s of training and takes 0.001 s: every 10 s is often enough",
         ),
         (
-            Every(mtbf=6 * HOURS),
-            COST,
-            95.247,
-            f"{COSTS}: every 95 s loses the least with a failure every 6 h",
-        ),
-        (
             Every(budget=0.01, mtbf=6 * HOURS),
             COST,
             95.247,
             f"{COSTS}: every 95 s loses the least with a failure every 6 h",
         ),
         (Every(budget=0.001, mtbf=6 * HOURS), COST, 210, f"{COSTS}: every 3.5 min is 0.1 %"),
-        (
-            Every(mtbf=6 * HOURS),
-            Cost(0.21, 500),
-            600,
-            "a save costs 0.21 s of training and takes 8.3 min: "
-            "every 10 min lets one end before the next begins",
-        ),
-        (Every(budget=0.01), None, 60, "no save has been measured yet: the first one comes after 1 min"),
         (Every(mtbf=HOURS), None, 60, "no save has been measured yet: the first one comes after 1 min"),
     ],
 )
-def test_the_interval_keeps_what_is_lost_under_the_budget(
-    every: Every, cost: Cost | None, seconds: float, reason: str
-) -> None:
+def test_the_interval_keeps_the_budget(every: Every, cost: Cost | None, seconds: float, reason: str) -> None:
     found = interval(every, cost)
 
     assert found
@@ -341,14 +305,12 @@ def test_the_interval_keeps_what_is_lost_under_the_budget(
 
 
 @pytest.mark.parametrize("cost", [None, COST])
-def test_without_a_budget_and_a_time_between_failures_no_interval_is_chosen(cost: Cost | None) -> None:
+def test_without_a_budget_or_mtbf_no_interval_is_chosen(cost: Cost | None) -> None:
     assert interval(Every(600, 500, 2), cost) is None
 
 
 @given(st.floats(0, 1e3), st.floats(0, 1e4), st.floats(1e-4, 0.99))
-def test_no_save_begins_in_another_and_none_costs_more_than_the_budget(
-    lost: float, durable: float, budget: float
-) -> None:
+def test_no_save_costs_more_than_the_budget(lost: float, durable: float, budget: float) -> None:
     found = interval(Every(budget=budget), Cost(lost, durable))
 
     assert found
@@ -365,11 +327,8 @@ CHOSEN = Interval(21, "because")
         (Every(), Since(1e9, 10**9, 10**9), None, None, None),
         (Every(steps=500), Since(1e9, 499, 9), None, None, None),
         (Every(steps=500), Since(0, 500, 0), None, "every 500 steps", None),
-        (Every(steps=500), Since(0, 501, 0), None, "every 500 steps", None),
-        (Every(steps=1), Since(0, 1, 0), None, "every 1 step", None),
         (Every(epochs=2), Since(0, 1000, 1), None, None, None),
         (Every(epochs=2), Since(0, 1000, 2), None, "every 2 epochs", None),
-        (Every(epochs=1), Since(0, 0, 1), None, "every 1 epoch", None),
         (Every(steps=500, epochs=1), Since(0, 3, 1), None, "every 1 epoch", None),
         (Every(seconds=600), Since(599.9, 10**6, 10**6), None, None, None),
         (Every(seconds=600), Since(600, 0, 0), None, None, "every 10 min"),
@@ -396,18 +355,8 @@ def test_the_rules_read_as_they_were_given() -> None:
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [
-        (0, "0 s"),
-        (0.0123, "0.012 s"),
-        (9.94, "9.9 s"),
-        (9.96, "10 s"),
-        (60, "1 min"),
-        (119.6, "120 s"),
-        (150, "2.5 min"),
-        (5400, "90 min"),
-        (3600, "1 h"),
-        (86400, "1 day"),
-        (100_000, "28 h"),
-        (2 * 86400, "2 days"),
+        *((0, "0 s"), (0.0123, "0.012 s"), (9.94, "9.9 s"), (9.96, "10 s"), (60, "1 min"), (119.6, "120 s")),
+        *((150, "2.5 min"), (5400, "90 min"), (3600, "1 h"), (86400, "1 day"), (100_000, "28 h")),
         (99 * 86400, "99 days"),
     ],
 )
@@ -436,24 +385,7 @@ FEWER = ". Make room, or keep fewer (keep=)."
         ),
         (Keep(3), UP, 0, 6.99, f"3 + best and the one being written need 7 GB, and 6.99 GB are free{FEWER}"),
         (Keep(3), UP, 3, 2.8, None),
-        (Keep(3), UP, 99, 1.4, None),
-        (
-            Keep(1),
-            None,
-            0,
-            0.2,
-            f"1 and the one being written need 2.8 GB, and 200 MB are free{FEWER}",
-        ),
-        (
-            Keep(1, 2, Every(steps=1000)),
-            DOWN,
-            0,
-            0.0,
-            "1 + 2 best and the one being written need 5.6 GB, and 0 B are free. What every 1000 steps keeps "
-            "comes on top. Make room, or keep fewer (keep=).",
-        ),
         (None, UP, 0, 2.8, None),
-        (None, UP, 50, 2.8, None),
         (
             None,
             None,

@@ -26,38 +26,6 @@ def due(found: Autosave, step: int = 0, epoch: int = 0, **at: Any) -> Due | None
     return found.due(step, epoch, **{"is_rest_next": False, "is_saving": False, **at})
 
 
-def test_without_rules_nothing_is_ever_due() -> None:
-    assert due(make(), step=10**6, epoch=100) is None
-
-
-def test_steps_count_from_the_last_save() -> None:
-    found = make(Every(steps=5))
-    assert due(found, step=4) is None
-    assert due(found, step=5) == Due("every 5 steps")
-
-    found.saved(step=5, epoch=0)
-
-    assert due(found, step=9) is None
-    assert due(found, step=10) == Due("every 5 steps")
-
-
-def test_epochs_count_from_the_last_save() -> None:
-    found = make(Every(epochs=2))
-    found.saved(step=3, epoch=1)
-
-    assert due(found, step=50, epoch=2) is None
-    assert due(found, step=60, epoch=3) == Due("every 2 epochs")
-
-
-def test_a_time_counts_from_the_last_save(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = make(Every(seconds=600))
-    found._saved_at -= 599
-    assert due(found) is None
-    found._saved_at -= 2
-
-    assert due(found) == Due("every 10 min")
-
-
 def test_no_save_is_begun_by_time_while_one_is_on_its_way() -> None:
     found = make(Every(seconds=600))
     found._saved_at -= 700
@@ -76,13 +44,6 @@ def test_a_budget_follows_what_saves_cost() -> None:
     found._pace.cost = Cost(lost=3, durable=1)
 
     assert due(found) is None
-
-
-def test_a_signal_goes_before_everything() -> None:
-    found = make(Every(steps=1))
-    found._signals.received = signal.SIGTERM
-
-    assert due(found, step=9) == Due("SIGTERM", signal.SIGTERM)
 
 
 def test_the_time_that_a_save_takes_is_left_of_the_limit() -> None:
@@ -115,9 +76,7 @@ def test_a_save_at_an_epochs_last_batch_waits_for_the_end_of_its_body() -> None:
     [(5, 1, 0, True), (28, 1, 0, False), (5, 14, 0, False), (5, 1, 24, False), (None, 1, 0, False)],
     ids=["in time", "too long", "too slow a save", "too late", "not known"],
 )
-def test_a_signal_at_an_epochs_last_batch_waits_as_long_as_the_grace_allows(
-    rest: float | None, durable: float, ago: float, waits: bool
-) -> None:
+def test_a_signal_may_wait_for_the_rest(rest: float | None, durable: float, ago: float, waits: bool) -> None:
     found = make()
     found._signals.received, found._signals.received_at = signal.SIGTERM, time.monotonic() - ago
     found._pace.cost, found._pace.is_rest_known = Cost(lost=0, durable=durable), rest is not None
@@ -139,15 +98,3 @@ def test_else_from_the_start_of_the_process(monkeypatch: pytest.MonkeyPatch) -> 
     began = autosave.began()
 
     assert os.stat("/proc/self").st_ctime - 2 < began <= autosave._IMPORTED + 2
-
-
-def test_where_the_system_does_not_tell_from_the_import(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLURM_JOB_START_TIME", "soon")
-    monkeypatch.setattr(autosave, "Path", lambda path: _Missing())
-
-    assert autosave.began() == autosave._IMPORTED
-
-
-class _Missing:
-    def read_text(self) -> str:
-        raise FileNotFoundError

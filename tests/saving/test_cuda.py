@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +14,6 @@ from torch.utils.data import DataLoader
 
 from resumable import ResumableWarning, RunState
 from resumable.files import tensor_file
-from resumable.saving.host_memory import HostMemory
 
 pytestmark = pytest.mark.cuda
 LARGE = 3000
@@ -87,25 +85,6 @@ def warmed_up(training: Training) -> None:
     with torch.cuda.stream(side):
         training.step()
     torch.cuda.current_stream().wait_stream(side)
-
-
-def test_graphs_are_captured_while_memory_is_registered() -> None:
-    pieces = [HostMemory(1 << 28) for _ in range(16)]
-    for piece in pieces:
-        piece.touch()
-    x = torch.zeros(1000, device="cuda")
-    captured(lambda: x.add_(1))
-    registering = threading.Thread(target=lambda: [piece.register(x.device) for piece in pieces])
-    registering.start()
-    count = 0
-    while registering.is_alive():
-        captured(lambda: x.add_(1))
-        count += 1
-
-    assert count > 1
-    assert not any(piece.is_refused for piece in pieces)
-    for piece in pieces:
-        piece.free()
 
 
 def test_graphs_are_captured_while_a_save_is_copied(run_dir: Path) -> None:
@@ -225,21 +204,6 @@ def test_what_fits_only_between_two_steps_is_not_copied_on_the_gpu(run_dir: Path
     torch.cuda.empty_cache()
 
 
-def test_forty_saves_take_no_memory_for_streams(run_dir: Path) -> None:
-    training = Training(Switching)
-    state = RunState.load(run_dir, **training.parts, keep=1)
-    for _ in range(3):
-        training.step()
-        state.save().wait()
-    before = torch.cuda.memory_reserved()
-    for _ in range(37):
-        training.step()
-        state.save()
-    state.close()
-
-    assert torch.cuda.memory_reserved() - before <= 8 << 20
-
-
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, Switching])
 def test_an_optimizer_on_a_stream_of_its_own_is_waited_for(run_dir: Path, kind: Any) -> None:
     training = Training(kind)
@@ -260,26 +224,6 @@ def test_an_optimizer_on_a_stream_of_its_own_is_waited_for(run_dir: Path, kind: 
     state.close()
 
 
-def test_a_save_does_not_wait_for_frozen_weights(run_dir: Path) -> None:
-    training = Training(layers=1)
-    base = nn.Linear(LARGE, LARGE, device="cuda").requires_grad_(False)
-    model = nn.ModuleDict({"base": base, "head": training.model})
-    state = RunState.load(run_dir, model=model, optimizer=training.optimizer, every=None, keep=None)
-    for _ in range(2):
-        training.step()
-        state.save().wait()
-    training.step()
-    keep_busy()
-    handle = state.save()
-    assert not torch.cuda.current_stream().query(), "save() has waited for the GPU"
-    training.step()
-    handle.wait()
-    state.close()
-
-    assert torch.equal(saved(handle.path, "model-frozen")["base.weight"], base.weight.cpu())
-    assert (handle.path / "model-frozen.safetensors").stat().st_nlink == 3
-
-
 def test_two_hundred_saves_of_a_busy_gpu_hold_what_there_was(run_dir: Path) -> None:
     training = Training(layers=1)
     with RunState.load(run_dir, **training.parts, keep=1) as state:
@@ -292,61 +236,6 @@ def test_two_hundred_saves_of_a_busy_gpu_hold_what_there_was(run_dir: Path) -> N
             training.step()
             handle.wait()
             assert_holds(handle.path, expected)
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_a_training_on_the_second_gpu_leaves_the_first_alone(run_dir: Path) -> None:
-    model = nn.Linear(LARGE, LARGE, device="cuda:1")
-    optimizer = torch.optim.AdamW(model.parameters())
-    before = torch.cuda.mem_get_info(0)[0]
-    with RunState.load(run_dir, model=model, optimizer=optimizer, keep=1) as state:
-        for _ in range(3):
-            model(torch.ones(8, LARGE, device="cuda:1")).square().mean().backward()
-            optimizer.step()
-            expected = model.weight.detach().clone()
-            handle = state.save()
-            optimizer.step()
-            handle.wait()
-            assert torch.equal(saved(handle.path)["weight"], expected.cpu())
-        state.restore("newest")
-        assert torch.equal(model.weight, expected)
-
-    # A context takes hundreds of megabytes.
-    assert before - torch.cuda.mem_get_info(0)[0] < 64 << 20
-
-
-def test_saves_and_loads_work_with_a_default_device(run_dir: Path) -> None:
-    torch.set_default_device("cuda")
-    try:
-        for expected in (0, 2, 4):
-            model = nn.Sequential(nn.Linear(4, 300), nn.Dropout(0.2), nn.Linear(300, 1))
-            optimizer = torch.optim.AdamW(model.parameters())
-            extra = {
-                "own": torch.Generator("cpu"),
-                "there": torch.Generator("cuda"),
-                "d": {"t": torch.ones(3)},
-            }
-            with RunState.load(run_dir, model=model, optimizer=optimizer, extra=extra, every=1) as state:
-                assert state.step == expected
-                for _ in state.steps(expected + 2):
-                    model(torch.ones(4, 4)).sum().backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
-    finally:
-        torch.set_default_device(None)
-
-
-def test_any_dtype_is_saved(run_dir: Path) -> None:
-    kinds = [kind for kind in tensor_file.DTYPES if kind != torch.bool]
-    bits = torch.arange(48, dtype=torch.uint8)
-    live = {str(kind): bits.view(kind).cuda() for kind in kinds}
-    with RunState.load(run_dir, extra={"x": live}) as state:
-        state.save().wait()
-        for tensor in live.values():
-            tensor.view(torch.uint8).zero_()
-        state.restore("newest")
-
-    assert all(torch.equal(tensor.view(torch.uint8).cpu(), bits) for tensor in live.values())
 
 
 def test_a_compiled_step_is_saved_as_it_was(run_dir: Path) -> None:
@@ -366,24 +255,3 @@ def test_a_compiled_step_is_saved_as_it_was(run_dir: Path) -> None:
             assert_holds(handle.path, expected)
             assert state.step == 2 * number + 2
         state.close()
-
-
-def test_gradients_that_turn_out_to_be_kept_are_reported(run_dir: Path) -> None:
-    training = Training(layers=1)
-    with RunState.load(run_dir, **training.parts) as state:
-        training.step()
-        state.save()
-        with pytest.warns(ResumableWarning, match="this script keeps gradients after a step"):
-            training.model(training.x).square().mean().backward()
-
-
-def test_gradients_that_are_kept_from_a_late_step_on_are_reported(run_dir: Path) -> None:
-    training = Training(layers=1)
-    with RunState.load(run_dir, **training.parts) as state:
-        for _ in range(5):
-            training.optimizer.zero_grad()
-            training.model(training.x).square().mean().backward()
-            training.optimizer.step()
-        state.save()
-        with pytest.warns(ResumableWarning, match="this script keeps gradients after a step"):
-            training.model(training.x).square().mean().backward()

@@ -118,25 +118,6 @@ class Interrupted:
     def values(self) -> dict[str, bytes]:
         return _bits(self.model.state_dict())
 
-    def close_in_save(self, place: int) -> bool:
-        """Return whether a save came to the place, after the run is found to be whole."""
-        self.go.set()
-        self.optimizer.step()
-
-        def handler() -> None:
-            with contextlib.suppress(RuntimeError):
-                self.state.close()
-            raise SystemExit
-
-        may_raise = contextlib.suppress(SystemExit, RuntimeError)
-        with interrupted_at(place, handler, opcodes=False) as seen, may_raise:
-            self.state.save()
-        for number in self.state.run.numbers():
-            self.state.run.open(number).verify()
-        self.state.close()
-        self.begin()
-        return len(seen) >= place
-
     def call_in_save(self, place: int, call: Callable[[RunState], object]) -> tuple[list[PendingSave], bool]:
         """Return the saves that were made, and whether one came to the place."""
         self.go.set()
@@ -215,33 +196,8 @@ def test_a_handler_at_any_line_of_a_step_that_copies_may_wait(
     assert next(places) > 60
 
 
-@pytest.mark.parametrize(
-    "stride", [pytest.param(5, marks=pytest.mark.heavy), pytest.param(1, marks=pytest.mark.nightly)]
-)
-@pytest.mark.parametrize("is_refused", [False, True])
-def test_a_handler_at_any_line_of_a_save_may_close_the_run(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch, is_refused: bool, stride: int
-) -> None:
-    training = Interrupted(run_dir, "", monkeypatch)
-    start = threading.Thread.start
-
-    def refused(thread: threading.Thread) -> None:
-        if thread.name == "resumable-image" and is_refused:
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", refused)
-    places = itertools.count(1, stride)
-    while training.close_in_save(next(places)):
-        pass
-
-    assert next(places) > 20
-
-
 @pytest.mark.parametrize("stride", [29, pytest.param(1, marks=pytest.mark.nightly)])
-def test_a_save_whose_handler_closes_the_run_is_whole_or_refused(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch, stride: int
-) -> None:
+def test_a_handler_may_close_the_run(run_dir: Path, monkeypatch: pytest.MonkeyPatch, stride: int) -> None:
     training, counts = Interrupted(run_dir, "", monkeypatch), set[int]()
     for place in itertools.count(1, stride):
         made, is_reached = training.call_in_save(place, RunState.close)
@@ -253,31 +209,13 @@ def test_a_save_whose_handler_closes_the_run_is_whole_or_refused(
 
 
 @pytest.mark.parametrize("stride", [59, pytest.param(1, marks=pytest.mark.nightly)])
-def test_a_save_and_one_that_its_handler_makes_are_both_whole(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch, stride: int
-) -> None:
+def test_a_handler_may_save(run_dir: Path, monkeypatch: pytest.MonkeyPatch, stride: int) -> None:
     training = Interrupted(run_dir, "", monkeypatch)
     for place in itertools.count(1, stride):
         made, is_reached = training.call_in_save(place, RunState.save)
         assert len({one.number for one in made}) == 1 + is_reached
         if not is_reached:
             break
-
-
-def test_a_handler_may_close_the_image_of_a_save_that_begins(monkeypatch: pytest.MonkeyPatch) -> None:
-    training = Training()
-
-    def handler(_: threading.Thread) -> None:
-        training.image.close()
-        raise SystemExit
-
-    with monkeypatch.context() as patched, interrupted_at(0, training.step, opcodes=False):
-        patched.setattr(threading.Thread, "start", handler)
-        with pytest.raises(SystemExit):
-            training.take()
-    training.step()
-
-    assert not training.optimizer._optimizer_step_pre_hooks
 
 
 def test_a_save_that_is_interrupted_as_it_shuts_the_fence_opens_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from resumable import CannotStore, RunState
-from resumable.files import encoder
 from resumable.parts import collect
 
 
@@ -149,44 +148,6 @@ def test_containers_that_change_in_place_are_saved_as_they_are(run_dir: Path) ->
     with RunState.load(run_dir, extra={"memory": again}):
         assert [*again] == [*expected]
         assert all(torch.equal(again[name], expected[name]) for name in expected)
-
-
-class _Tensors:
-    def __init__(self) -> None:
-        self.tensors = {f"t{i}": torch.full((64,), float(i)) for i in range(10_000)}
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        return dict(self.tensors)
-
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        self.tensors = dict(state)
-
-
-def test_of_ten_thousand_tensors_few_change_and_all_come_back(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    encoded: list[Any] = []
-    monkeypatch.setattr(encoder._Encoder, "_new_group", _counted(encoder._Encoder._new_group, encoded))
-    live = _Tensors()
-    with RunState.load(run_dir, extra={"tensors": live}) as state:
-        for number in range(3):
-            live.tensors["t77"].add_(number)
-            live.tensors["t9999"][5] = -1.0
-            state.save().wait()
-    assert sum(len(values) == 10_000 for values in encoded) == 1
-
-    other = _Tensors()
-    with RunState.load(run_dir, extra={"tensors": other}):
-        assert [*other.tensors] == [*live.tensors]
-        assert all(map(torch.equal, other.tensors.values(), live.tensors.values()))
-
-
-def _counted(method: Callable[..., Any], calls: list[Any]) -> Callable[..., Any]:
-    def counting(self: Any, values: Any, *rest: Any) -> Any:
-        calls.append(values)
-        return method(self, values, *rest)
-
-    return counting
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import linecache
-import mmap
-import os
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 from fenced import Training, values
-from torch import nn
 
-from resumable import RunState, SaveFailed
-from resumable.saving import condition, host_memory, image_file, pieces, snapshot
+from resumable import SaveFailed
+from resumable.saving import image_file, pieces, snapshot
 from resumable.saving.condition import ConditionWithoutLock
 from resumable.saving.gpu_copies import Copy
-from resumable.saving.image import Image
 from resumable.saving.pieces import Pieces
 from resumable.saving.snapshot import Snapshot
 
@@ -48,13 +42,6 @@ def go(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
             thread.join(20)
 
 
-def fence_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the smallest state be worth a fence."""
-    defaults = Image.__init__.__defaults__
-    assert defaults
-    monkeypatch.setattr(Image.__init__, "__defaults__", (*defaults[:-1], 0))
-
-
 def test_a_step_copies_by_itself_what_no_thread_has_begun(go: threading.Event) -> None:
     training = three()
     before = training.values()
@@ -67,29 +54,6 @@ def test_a_step_copies_by_itself_what_no_thread_has_begun(go: threading.Event) -
     assert training.values() != before
     go.set()
     assert values(taken) == before
-
-
-def test_two_returns_to_saves_that_steps_have_copied_are_exact(
-    run_dir: Path, go: threading.Event, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fence_all(monkeypatch)
-    once, again = three(), three()
-    for _ in range(4):
-        once.step()
-    model = nn.ParameterList(again.parameters)
-    with RunState.load(run_dir, model=model, optimizer=again.optimizer) as state:
-        for _ in range(2):
-            again.step()
-            go.clear()
-            saved = state.save()
-            again.step()
-            go.set()
-            saved.wait()
-            state.restore("newest")
-        again.step()
-        again.step()
-
-    assert again.values() == once.values()
 
 
 def test_a_step_waits_for_a_piece_in_hand_and_copies_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,19 +82,6 @@ def test_a_step_waits_for_a_piece_in_hand_and_copies_the_others(monkeypatch: pyt
 
     assert values(taken) == before != training.values()
     assert sorted(name for name in by if name != "MainThread") == ["resumable-image", "step", "step"]
-
-
-def test_a_write_around_is_found_by_a_step_that_copies_by_itself(go: threading.Event) -> None:
-    training = three()
-    taken = training.take()
-    with torch.no_grad():
-        # Of so little only the count of changes tells.
-        training.parameters[1][1] += 1
-    training.step()
-    go.set()
-
-    with pytest.raises(SaveFailed, match=r"b was written to after save\(\), but not by a step"):
-        values(taken)
 
 
 def test_a_write_through_data_is_found_though_the_step_copied(go: threading.Event) -> None:
@@ -172,9 +123,7 @@ def failing(error: BaseException, times: int) -> Callable[[Sequence[Copy]], None
     return copy
 
 
-def test_an_error_of_the_copy_in_a_step_is_the_saves(
-    go: threading.Event, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_of_a_copy_is_the_saves(go: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
     training = three()
     taken = training.take()
     monkeypatch.setattr(snapshot, "_copy", failing(RuntimeError("lost"), 1))
@@ -191,9 +140,7 @@ def test_an_error_of_the_copy_in_a_step_is_the_saves(
     assert values(training.take()) == training.values()
 
 
-def test_a_step_that_is_interrupted_loses_no_piece(
-    go: threading.Event, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_step_loses_no_piece(go: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
     training = three()
     before = training.values()
     taken = training.take()
@@ -216,35 +163,6 @@ def copies(*sizes: int, dtype: torch.dtype = torch.uint8) -> list[Copy]:
     return found
 
 
-def test_the_handler_of_a_signal_in_a_step_that_copies_may_wait_for_the_save(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch, go: threading.Event
-) -> None:
-    model = nn.Linear(300, 300)
-    optimizer = torch.optim.Adam(model.parameters())
-    fence_all(monkeypatch)
-    with RunState.load(run_dir, model=model, optimizer=optimizer, every=None) as state:
-        model(torch.ones(1, 300)).sum().backward()
-        optimizer.step()
-        kept = model.weight.detach().clone()
-        saved = state.save()
-
-        def copy(piece: Sequence[Copy]) -> None:
-            _real_copy(piece)
-            if threading.current_thread() is threading.main_thread():
-                # As a handler does that runs when the copy returns.
-                monkeypatch.setattr(snapshot, "_copy", _real_copy)
-                go.set()
-                saved.wait()
-
-        monkeypatch.setattr(snapshot, "_copy", copy)
-        optimizer.step()
-
-        assert snapshot._copy is _real_copy
-        assert not torch.equal(model.weight, kept)
-        state.restore("newest")
-        assert torch.equal(model.weight, kept)
-
-
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.complex128], ids=str)
 @pytest.mark.parametrize("size", [1, 63, 64, 65, 1000])
 def test_a_large_tensor_is_copied_in_several_pieces(
@@ -259,48 +177,6 @@ def test_a_large_tensor_is_copied_in_several_pieces(
     assert all(torch.equal(copy.view, copy.source) for copy in given)
     assert max(seen) <= 128
     assert sum(seen) == sum(copy.view.nbytes for copy in given)
-
-
-def test_a_file_is_there_as_far_as_no_piece_before_is_missing() -> None:
-    held, begun, changed = threading.Event(), threading.Event(), ConditionWithoutLock()
-    there = Pieces(copies(4, 4, 4), 4, changed)
-    needed = [there.needed("file", end) for end in (0, 1, 4, 5, 12, 99)]
-    assert needed == [0, 1, 1, 2, 3, 3]
-    assert there.needed("another", 9) == 0
-    first = threading.Thread(target=there.finish, args=(lambda some: (begun.set(), held.wait(20)),))
-    first.start()
-    assert begun.wait(20)
-    second = threading.Thread(target=there.finish, args=(_real_copy,))
-    second.start()
-    second.join(0.05)
-
-    assert second.is_alive(), "the first piece is still being copied"
-    assert there.copied() == 0
-    held.set()
-    first.join(20)
-    second.join(20)
-    assert there.copied() == 3
-
-
-def test_who_waits_for_a_piece_is_woken_before_the_next_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(condition, "_LONGEST", 60)
-    changed, awake, seen = ConditionWithoutLock(), threading.Event(), list[bool]()
-    there = Pieces(copies(4, 4), 4, changed)
-    waiting = threading.Thread(target=lambda: (changed.wait_for(lambda: there.copied() == 1), awake.set()))
-    waiting.start()
-    while not changed._waiting:
-        pass
-    there.finish(lambda some: seen.append(there.copied() == 0 or awake.wait(20)))
-    waiting.join(20)
-
-    assert seen == [True, True]
-
-
-def test_of_a_large_tensor_the_file_needs_only_the_parts_in_front(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "_LONGEST", 64)
-    there = Pieces(copies(200, dtype=torch.bfloat16), 64, ConditionWithoutLock())
-
-    assert [there.needed("file", end) for end in (1, 64, 65, 128, 129, 400)] == [1, 1, 2, 2, 3, 7]
 
 
 def test_what_is_stopped_copies_nothing_more_when_stop_returns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,9 +199,7 @@ def test_what_is_stopped_copies_nothing_more_when_stop_returns(monkeypatch: pyte
     assert done == [1]
 
 
-def test_a_step_waits_until_a_piece_that_was_taken_over_is_copied_twice(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_step_waits_until_a_piece_is_copied_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pieces, "_PATIENCE", 0.01)
     there = Pieces(copies(4), 4, ConditionWithoutLock())
     held, begun, taken_over = threading.Event(), threading.Event(), threading.Event()
@@ -344,43 +218,7 @@ def test_a_step_waits_until_a_piece_that_was_taken_over_is_copied_twice(
     assert not step.is_alive()
 
 
-def test_a_thread_looks_again_if_the_one_to_wake_it_was_interrupted() -> None:
-    changed, seen = ConditionWithoutLock(), list[int]()
-    waiting = threading.Thread(target=changed.wait_for, args=(lambda: bool(seen),))
-    waiting.start()
-    seen.append(1)
-    waiting.join(20)
-
-    assert not waiting.is_alive()
-    assert not changed._waiting
-    assert not changed.wait_for(lambda: False, 0.01)
-
-
-def test_what_is_stopped_keeps_no_tensor_alive() -> None:
-    given = copies(4, 4)
-    sources = [weakref.ref(one.source) for one in given]
-    there = Pieces(given, 4, ConditionWithoutLock())
-    del given
-    there.stop()
-
-    assert [source() for source in sources] == [None, None]
-
-
-def test_to_stop_does_not_wait_for_a_step_whose_handler_waits_for_it() -> None:
-    there, waited = Pieces(copies(4, 4), 4, ConditionWithoutLock()), []
-
-    def interrupted(some: Sequence[Copy]) -> None:
-        stopping = threading.Thread(target=there.stop)
-        stopping.start()
-        stopping.join(20)
-        waited.append(stopping.is_alive())
-
-    there.help(interrupted)
-
-    assert waited == [False]
-
-
-def test_a_step_does_not_wait_for_one_that_was_interrupted_as_it_ended() -> None:
+def test_a_step_does_not_wait_for_one_interrupted_at_its_end() -> None:
     there = Pieces(copies(4), 4, ConditionWithoutLock())
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
@@ -405,9 +243,7 @@ def test_a_step_does_not_wait_for_one_that_was_interrupted_as_it_ended() -> None
     assert not second.is_alive()
 
 
-def test_an_interrupted_start_of_the_copying_thread_waits_for_its_end(
-    go: threading.Event, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_start_waits_for_its_end(go: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
     training, start = three(), threading.Thread.start
 
     def interrupted(thread: threading.Thread) -> None:
@@ -427,68 +263,3 @@ def test_an_interrupted_start_of_the_copying_thread_waits_for_its_end(
     training.step()
 
     assert values(training.take()) == training.values()
-
-
-def test_a_step_waits_for_the_save_that_a_handler_makes_while_it_copies(
-    go: threading.Event, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    training, second = three(), list[Snapshot]()
-    first, before = training.take(), training.values()
-
-    def copy(some: Sequence[Copy]) -> None:
-        monkeypatch.setattr(snapshot, "_copy", _real_copy)
-        go.set()
-        assert not first.has_failed()
-        go.clear()
-        second.append(training.take())
-
-    monkeypatch.setattr(snapshot, "_copy", copy)
-    training.step()
-    go.set()
-
-    assert values(second[0]) == values(first) == before != training.values()
-
-
-def test_what_a_training_may_wait_for_has_its_priority(monkeypatch: pytest.MonkeyPatch) -> None:
-    def priority() -> int:
-        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-
-    seen: dict[str, int] = {}
-
-    def copy(copies: Sequence[Copy]) -> None:
-        seen[threading.current_thread().name] = priority()
-        _real_copy(copies)
-
-    monkeypatch.setattr(snapshot, "_copy", copy)
-    training = three()
-    touch = host_memory.HostMemory.touch
-    monkeypatch.setattr(
-        host_memory.HostMemory, "touch", lambda memory: (seen.update(reserving=priority()), touch(memory))[1]
-    )
-    training.image.reserve(1 << 21)
-    values(training.take())
-    training.image.close()
-
-    assert seen["resumable-image"] == seen["reserving"] == priority()
-
-
-@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="needs Linux")
-@pytest.mark.parametrize("is_refused", [False, True])
-def test_an_image_asks_for_huge_pages_and_does_without(
-    monkeypatch: pytest.MonkeyPatch, is_refused: bool
-) -> None:
-    asked: list[int] = []
-
-    class Map(mmap.mmap):
-        def madvise(self, advice: int, *rest: Any) -> None:
-            asked.append(advice)
-            if is_refused and advice == mmap.MADV_HUGEPAGE:
-                raise OSError(22, "no such pages")
-            super().madvise(advice, *rest)
-
-    monkeypatch.setattr(mmap, "mmap", Map)
-    memory = host_memory.HostMemory(1 << 22)
-    memory.touch()
-
-    assert mmap.MADV_HUGEPAGE in asked
-    assert bytes(memory.bytes[-4:]) == bytes(4)

@@ -36,14 +36,6 @@ def bodies(pace: SaveCost, clock: Clock, *seconds: float) -> None:
         pace.body_ended()
 
 
-def test_a_body_takes_what_most_take(pace: SaveCost, clock: Clock) -> None:
-    assert pace.body() == 0
-
-    bodies(pace, clock, 1, 1, 9, 1)
-
-    assert pace.body() == 1
-
-
 def test_a_save_costs_what_bodies_take_longer_meanwhile(pace: SaveCost, clock: Clock) -> None:
     bodies(pace, clock, 1, 1, 1)
     ended = pace.save_began()
@@ -74,56 +66,6 @@ def test_a_body_never_loses_more_than_it_had_of_the_save(pace: SaveCost, clock: 
     assert pace.cost == Cost(lost=0.25, durable=0.25)
 
 
-def test_a_body_that_was_quicker_earns_nothing(pace: SaveCost, clock: Clock) -> None:
-    bodies(pace, clock, 2, 2)
-    ended = pace.save_began()
-    bodies(pace, clock, 1)
-    ended()
-    bodies(pace, clock, 2)
-
-    assert pace.cost == Cost(lost=0, durable=1)
-
-
-def test_bodies_during_a_save_do_not_tell_how_long_a_body_takes(pace: SaveCost, clock: Clock) -> None:
-    bodies(pace, clock, 1)
-    pace.save_began()
-    bodies(pace, clock, 5, 5, 5)
-
-    assert pace.body() == 1
-
-
-def test_of_two_saves_both_count(pace: SaveCost, clock: Clock) -> None:
-    bodies(pace, clock, 1)
-    for longer in (2.0, 3.0):
-        ended = pace.save_began()
-        bodies(pace, clock, longer)
-        ended()
-    assert pace.cost == Cost(lost=1, durable=2)
-
-    bodies(pace, clock, 1)
-
-    assert pace.cost == Cost(lost=pytest.approx(1.3), durable=pytest.approx(2.3))
-
-
-def test_a_save_that_never_ended_tells_nothing(pace: SaveCost, clock: Clock) -> None:
-    pace.save_began()
-    bodies(pace, clock, 5)
-    pace.save_began()
-    bodies(pace, clock, 5)
-
-    assert pace.cost is None
-
-
-def test_a_save_between_the_loops_costs_no_body(pace: SaveCost, clock: Clock) -> None:
-    pace.rest_ended()
-    ended = pace.save_began()
-    clock.time += 4
-    ended()
-    pace.body_ended()
-
-    assert pace.cost == Cost(lost=0, durable=4)
-
-
 def test_the_evaluation_is_no_body_and_is_left_time_for(pace: SaveCost, clock: Clock) -> None:
     bodies(pace, clock, 1, 1)
     clock.time += 600
@@ -138,25 +80,6 @@ def test_the_evaluation_is_no_body_and_is_left_time_for(pace: SaveCost, clock: C
     assert 1 < pace.time_to_leave(is_rest_next=False) < 10
 
 
-def test_before_the_first_save_much_time_is_left_for_one(pace: SaveCost) -> None:
-    assert pace.time_to_leave(is_rest_next=False) > 30
-
-
-def test_a_save_in_the_very_first_body_does_not_cost_the_whole_of_it(pace: SaveCost, clock: Clock) -> None:
-    ended = pace.save_began()
-    bodies(pace, clock, 1, 1, 1)
-    ended()
-    bodies(pace, clock, 1, 1)
-    assert pace.cost == Cost(lost=0, durable=3)
-
-    ended = pace.save_began()
-    bodies(pace, clock, 1.5, 1.5)
-    ended()
-    bodies(pace, clock, 1)
-
-    assert pace.cost == Cost(lost=1, durable=3)
-
-
 def test_where_every_body_saves_the_time_in_the_calls_is_lost(pace: SaveCost, clock: Clock) -> None:
     for _ in range(3):
         with pace.waiting(), pace.waiting():
@@ -167,24 +90,3 @@ def test_where_every_body_saves_the_time_in_the_calls_is_lost(pace: SaveCost, cl
 
     assert pace.lost_since() == 6
     assert pace.cost == Cost(lost=2, durable=7)
-
-
-def test_a_wait_and_a_slower_body_are_lost_once(pace: SaveCost, clock: Clock) -> None:
-    bodies(pace, clock, 1, 1)
-    with pace.waiting():
-        ended = pace.save_began()
-        clock.time += 2
-    bodies(pace, clock, 1.5, 1.25)
-    ended()
-    bodies(pace, clock, 1)
-
-    assert pace.lost_since() == 2.75
-
-
-def test_the_writer_counts_a_wait_that_has_not_ended_and_the_rest_later(pace: SaveCost, clock: Clock) -> None:
-    with pace.waiting():
-        clock.time += 3
-        first = pace.lost_since()
-        clock.time += 1
-
-    assert (first, pace.lost_since(), pace.lost_since()) == (3, 1, 0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import random
-import re
 import threading
 import time
 import warnings
@@ -331,7 +330,7 @@ def run_schedule(seed: int, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> N
     "seed", [*range(40), *(pytest.param(n, marks=pytest.mark.heavy) for n in range(40, 200))]
 )
 @pytest.mark.sampled(3)
-def test_whatever_is_written_after_save_is_not_in_the_file(
+def test_no_file_has_what_is_written_after_save(
     seed: int, run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_schedule(seed, run_dir, monkeypatch)
@@ -474,9 +473,7 @@ def test_what_a_forward_writes_to_is_not_guarded(run_dir: Path, held: Held) -> N
             assert torch.equal(read, before)
 
 
-def test_a_write_around_the_fence_is_reported_by_the_next_save_and_later_ones_are_right(
-    run_dir: Path, held: Held
-) -> None:
+def test_a_write_around_the_fence_is_reported_by_the_next_save(run_dir: Path, held: Held) -> None:
     small = Small(run_dir)
     small.step()
     small.state.save()
@@ -498,9 +495,7 @@ def test_a_write_around_the_fence_is_reported_by_the_next_save_and_later_ones_ar
     assert [*small.state.run.numbers()] == [2, 3, 4]
 
 
-def test_a_write_around_the_fence_is_reported_by_its_own_handle_and_by_close(
-    run_dir: Path, held: Held
-) -> None:
+def test_a_write_around_the_fence_is_reported_by_handle_and_close(run_dir: Path, held: Held) -> None:
     for told in (lambda small, saved: saved.wait(), lambda small, saved: small.state.close()):
         small = Small(run_dir)
         small.step()
@@ -549,9 +544,7 @@ def test_an_error_of_the_copy_is_reported_once_and_the_training_continues(run_di
     assert [*small.state.run.numbers()] == [saved.number, saved.number + 1]
 
 
-def test_a_save_after_one_that_the_disk_refused_is_right(
-    run_dir: Path, held: Held, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_save_after_a_refused_one(run_dir: Path, held: Held, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_space(*args: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -592,20 +585,12 @@ def test_a_save_waits_for_the_one_in_flight(run_dir: Path, held: Held) -> None:
 
 def test_a_long_wait_for_the_save_before_is_told_once(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = Small(run_dir)
-    for longest, number in [(60.0, 1), (-1.0, 2), (-1.0, 3)]:
+    for longest, count in [(60.0, 0), (-1.0, 1), (-1.0, 0)]:
         monkeypatch.setattr(saver, "A_LONG_WAIT", longest)
-        small.step()
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             small.state.save()
-        texts = [str(one.message) for one in told]
-        assert len(texts) == (number == 2)
-        if texts:
-            assert re.fullmatch(
-                r"save\(\) has waited \S+ s for the save before it: .* is written more slowly than saves "
-                r"follow each other\. Save less often, or to a faster disk\.",
-                texts[0],
-            )
+        assert ["Save less often" in str(one.message) for one in told] == [True] * count
     small.state.close()
 
 
@@ -616,9 +601,7 @@ def images() -> list[int]:
 
 @pytest.mark.proves("quiet")
 @pytest.mark.parametrize("large", [True, False])
-def test_a_training_has_one_image_which_is_no_larger_than_its_state_and_goes_with_close(
-    run_dir: Path, large: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_image_which_goes_with_close(run_dir: Path, large: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if large:
         monkeypatch.setattr("resumable.saving.preparation._WORTH_PREPARING", 0)
     host_memory._maps.clear()
@@ -640,16 +623,19 @@ def test_a_training_has_one_image_which_is_no_larger_than_its_state_and_goes_wit
         assert small.state.step == 3 * (resume + 1)
 
 
-def test_what_is_frozen_is_written_to_and_saved_again(run_dir: Path) -> None:
-    small = Small(run_dir)
-    small.state.close()
-    model = nn.Sequential(small.model, nn.Linear(1, 3).requires_grad_(False))
-    optimizer = torch.optim.SGD(small.model.parameters())
-    with RunState.load(run_dir / "frozen", model=model, optimizer=optimizer, keep=None) as state:
+@pytest.mark.parametrize("write", [*WAYS, lambda frozen: setattr(frozen, "data", frozen + 1)])
+def test_what_is_frozen_is_written_to_and_saved_again(
+    run_dir: Path, write: Callable[[Tensor], object]
+) -> None:
+    model = nn.Sequential(nn.Linear(1 << 18, 1, bias=False), nn.Linear(1, 3).requires_grad_(False))
+    optimizer = torch.optim.SGD(model[0].parameters())
+    with RunState.load(run_dir, model=model, optimizer=optimizer, keep=None) as state:
         for number in range(4):
             expected = {name: value.clone() for name, value in model.state_dict().items()}
             path = state.save().path
-            model[1].weight.data[0] += number % 2
+            if number % 2:
+                with torch.no_grad():
+                    write(model[1].weight)
             state.wait()
             read = safetensors.torch.load_file(path / "model-frozen.safetensors")
             read |= safetensors.torch.load_file(path / "model.safetensors")
