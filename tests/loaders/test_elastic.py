@@ -20,9 +20,7 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     DistributedSampler,
-    IterableDataset,
     RandomSampler,
-    SequentialSampler,
     Subset,
     WeightedRandomSampler,
     get_worker_info,
@@ -31,7 +29,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 from resumable import ResumableWarning, Run, RunState, StateMismatch
-from resumable.loaders.workers.resharding import Deal, base, count, obstacle
+from resumable.loaders.workers.resharding import Deal
 
 pytestmark = [
     # What torch says of this machine, and Python of every worker that is forked while a save is on its way.
@@ -84,38 +82,6 @@ def test_every_sample_is_dealt_out_once_however_often_the_ranks_change(
     assert (samples - len(times)) <= (at_most if drops else 0)
     assert (len(seen) - len(times)) <= (0 if drops else at_most)
     assert len(seen) - len(times) <= legs[-1].ranks - 1 or start == samples
-
-
-@given(ranks=st.integers(1, 8), samples=st.integers(1, 60), drops=st.booleans(), shuffle=st.booleans())
-def test_from_its_beginning_an_epoch_is_dealt_out_as_torch_does_it(
-    ranks: int, samples: int, drops: bool, shuffle: bool
-) -> None:
-    def sampler(ranks: int, rank: int) -> DistributedSampler[int]:
-        return DistributedSampler(range(samples), ranks, rank, shuffle, 3, drops)  # type: ignore[arg-type]
-
-    order = list(sampler(1, 0))
-
-    for rank in range(ranks):
-        deal = Deal(ranks, rank, drops)
-        assert deal.ours(order, 0) == list(sampler(ranks, rank))
-        assert len(deal.ours(order, 0)) == deal.each(samples)
-
-
-@given(legs=LEGS, ranks=st.integers(1, 8), size=st.integers(1, 9), drops=st.booleans(), n=st.integers(1, 200))
-def test_as_many_ranks_as_before_continue_with_what_they_would_have_had(
-    legs: list[Leg], ranks: int, size: int, drops: bool, n: int
-) -> None:
-    order, start = list(range(n)), 0
-    whole = [batches(Deal(ranks, rank, drops).ours(order, 0), size, False) for rank in range(ranks)]
-    seen: list[list[list[int]]] = [[] for _ in range(ranks)]
-    for leg in legs:
-        ours = [batches(Deal(ranks, rank, drops).ours(order, start), size, False) for rank in range(ranks)]
-        done = round(leg.stop * len(ours[0])) if leg is not legs[-1] else len(ours[0])
-        for rank in range(ranks):
-            seen[rank] += ours[rank][:done]
-        start = min(start + ranks * sum(map(len, ours[0][:done])), n)
-
-    assert seen == whole
 
 
 # Real loaders: every rank is a RunState of its own.
@@ -295,10 +261,6 @@ def in_order(ranks: int, rank: int, **how: Any) -> DataLoader[Any]:
     return DataLoader(Images(), sampler=sampler, **how)
 
 
-def one_by_one(ranks: int, rank: int, **how: Any) -> DataLoader[Any]:
-    return distributed(ranks, rank, **{**how, "batch_size": None})
-
-
 KINDS: dict[str, Make] = {
     "shuffled": distributed,
     "own generator": own_generator,
@@ -352,14 +314,6 @@ def test_one_rank_may_have_a_distributed_sampler_or_none(tmp_path: Path) -> None
     assert [batch for leg in legs for batch in leg[0][0]] == expected[0][0]
 
 
-def test_a_sampler_that_draws_once_more_as_it_ends_is_no_obstacle(tmp_path: Path) -> None:
-    script = Script(tmp_path, global_generator, batch_size=4)
-    legs = [script.leg(1, (0, -1)), script.leg(2)]
-
-    assert [len(together(leg)) for leg in legs] == [SAMPLES, 0]
-    assert together(legs[1], 1) == order_of(1) + order_of(1)[:1]
-
-
 def test_workers_that_persist_are_let_go_where_an_epoch_was_left_by_a_break(tmp_path: Path) -> None:
     given: Any = "never"
     for ranks in (3, 2):
@@ -374,15 +328,6 @@ def test_workers_that_persist_are_let_go_where_an_epoch_was_left_by_a_break(tmp_
                     state.save()
                     break
         given = given if ranks == 2 else newest(tmp_path / f"{ranks}")
-
-
-def test_samples_that_come_one_by_one_are_dealt_out_again_too(tmp_path: Path) -> None:
-    script = Script(tmp_path, lambda ranks, rank: one_by_one(ranks, rank, dataset=Images(13)))
-    legs = [script.leg(2, 3), script.leg(3)]
-    seen = [[sample[0] for sample in epoch] for leg in legs for epoch in (of_rank[0] for of_rank in leg)]
-    order = order_of(0, 13)
-
-    assert seen == [order[:6:2], order[1:6:2], *([*order[6:], *order[:2]][rank::3] for rank in range(3))]
 
 
 @pytest.mark.parametrize("persists", [False, True])
@@ -628,13 +573,6 @@ def test_the_change_is_reported_with_what_it_does(
 # What is refused.
 
 
-class Stream(IterableDataset[int]):
-    """A stream."""
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(SAMPLES))
-
-
 def on(sampler: Any, **how: Any) -> DataLoader[Any]:
     return DataLoader(Images(), sampler=sampler, batch_size=4, **how)
 
@@ -744,15 +682,6 @@ def test_another_seed_or_epoch_of_the_sampler_is_a_mismatch_that_names_both(
                 next(iter(state.batches()))
 
 
-def test_without_a_shuffle_the_epoch_of_the_sampler_does_not_matter(tmp_path: Path) -> None:
-    script = Script(tmp_path, in_order, batch_size=4)
-    script.leg(2, (1, 2))
-    sampler = DistributedSampler(Images(), 3, 0, shuffle=False)
-    loader = DataLoader(Images(), 4, sampler=sampler)
-    with RunState.load(tmp_path / "again", loader=loader, resume=script.before[0]) as state:
-        assert indices(batch.tolist() for batch in state.batches())[:2] == [16, 19]
-
-
 class Slow(Images):
     """Samples of which the first worker's come late."""
 
@@ -790,35 +719,6 @@ def test_a_plain_loader_on_each_rank_continues_as_it_did(tmp_path: Path) -> None
 
 
 # What a loader tells.
-
-
-@pytest.mark.parametrize(
-    ("loader", "shards"),
-    [
-        (DataLoader(Images()), 1),
-        (DataLoader(Stream()), 1),
-        (DataLoader(Images(), None), 1),
-        (distributed(5, 2), 5),
-        (in_batches(5, 2), 5),
-        (on(Own(Images(), 5, 2)), 5),
-    ],
-)
-def test_the_samplers_tell_how_many_ranks_there_are(loader: DataLoader[Any], shards: int) -> None:
-    assert count(loader) == shards
-
-
-class Unsized:
-    """Samples without a number."""
-
-    def __getitem__(self, index: int) -> int:
-        return index
-
-
-def test_what_has_no_length_has_no_order_to_deal_out() -> None:
-    loader = DataLoader(Unsized(), sampler=SequentialSampler(Unsized()))  # type: ignore[arg-type,type-var]
-
-    assert base(loader) == "its samples have no number"
-    assert obstacle({"samples": 3}, loader) == "in the code its samples have no number"
 
 
 def test_a_subset_is_dealt_out_by_its_own_indices(tmp_path: Path) -> None:

@@ -158,12 +158,6 @@ def test_passes_that_end_when_they_end_are_exact(run_dir: Path, loop: Any, secon
     assert differences(run_dir, lambda: make(second), loop) == []
 
 
-@pytest.mark.heavy
-@pytest.mark.parametrize("loop", [beside_a_loop, both_in_steps])
-def test_passes_that_end_when_they_end_are_exact_with_workers(run_dir: Path, loop: Any) -> None:
-    assert differences(run_dir, lambda: make(num_workers=1), loop, at=[1, 5, 6, 10]) == []
-
-
 class Plain:
     """The loops of `RunState` without the library."""
 

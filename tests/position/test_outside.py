@@ -182,19 +182,6 @@ def test_validation_with_persistent_workers_is_exact_after_two_resumes(
     assert chain(tmp_path / "stopped", script, make, *stops) == straight
 
 
-def test_validation_with_persistent_workers_is_that_of_the_plain_script(tmp_path: Path) -> None:
-    seen = chain(tmp_path / "run", every_epoch, lambda: [persistent()])
-
-    training = Training(tmp_path / "other", persistent())
-    training.state.close()
-    plain: Seen = []
-    for epoch in range(EPOCHS):
-        for (batch,) in training.loader:
-            training.step(batch)
-        plain.append((epoch, training.look(), training.told()))
-    assert seen == plain
-
-
 def test_two_persistent_loaders_and_one_with_new_workers_are_exact(tmp_path: Path) -> None:
     def make() -> list[DataLoader[Any]]:
         return [
@@ -272,23 +259,6 @@ def test_torch_makes_its_iterators_itself_after_close(run_dir: Path) -> None:
 
     assert DataLoader._get_iterator is torchs
     assert vars(loader) == before
-
-
-def test_another_library_may_have_its_method_around_ours(run_dir: Path) -> None:
-    training = Training(run_dir)
-    ours, made = DataLoader._get_iterator, []
-
-    def theirs(loader: DataLoader[Any]) -> Any:
-        made.append(loader)
-        return ours(loader)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DataLoader, "_get_iterator", theirs)
-        training.state.close()
-        again = Training(run_dir)
-        assert len(list(again.loader)) == 3
-    assert made == [again.loader]
-    again.state.close()
 
 
 def test_workers_end_when_the_script_drops_its_loader(run_dir: Path) -> None:
