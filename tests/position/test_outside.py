@@ -182,6 +182,19 @@ def test_validation_with_persistent_workers_is_exact_after_two_resumes(
     assert chain(tmp_path / "stopped", script, make, *stops) == straight
 
 
+def test_validation_with_persistent_workers_is_that_of_the_plain_script(tmp_path: Path) -> None:
+    seen = chain(tmp_path / "run", every_epoch, lambda: [persistent()])
+
+    training = Training(tmp_path / "other", persistent())
+    training.state.close()
+    plain: Seen = []
+    for epoch in range(EPOCHS):
+        for (batch,) in training.loader:
+            training.step(batch)
+        plain.append((epoch, training.look(), training.told()))
+    assert seen == plain
+
+
 def test_two_persistent_loaders_and_one_with_new_workers_are_exact(tmp_path: Path) -> None:
     def make() -> list[DataLoader[Any]]:
         return [
