@@ -226,9 +226,7 @@ def test_an_epoch_continues_over_4_and_2_and_3_and_4_ranks(
 
 
 @pytest.mark.parametrize("drops", [False, True])
-def test_what_is_too_little_for_all_ranks_is_padded_or_dropped_as_the_sampler_says(
-    tmp_path: Path, drops: bool
-) -> None:
+def test_a_rest_for_few_ranks_is_padded_or_dropped_as_the_sampler_says(tmp_path: Path, drops: bool) -> None:
     script = Script(tmp_path, drops=drops, batch_size=5)
     seen = [*together(script.leg(2, 4)), *together(script.leg(8))]
 
@@ -347,7 +345,7 @@ def test_the_number_may_change_wherever_the_run_stops(tmp_path: Path, stop: Any,
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.sampled(5)
 @pytest.mark.heavy
-def test_after_a_change_a_run_that_is_stopped_repeatedly_matches_an_uninterrupted_one(
+def test_after_a_change_a_run_stopped_repeatedly_matches_a_whole_one(
     tmp_path: Path, workers: int, ranks: int
 ) -> None:
     def changed(path: Path, stops: Sequence[Any]) -> list[Batches]:
@@ -368,7 +366,7 @@ def test_after_a_change_a_run_that_is_stopped_repeatedly_matches_an_uninterrupte
     assert changed(tmp_path / "many", stops) == expected
 
 
-def test_a_loop_that_waits_for_its_first_batch_when_it_is_saved_continues_with_the_same_numbers(
+def test_a_loop_saved_before_its_first_batch_continues_with_its_numbers(
     tmp_path: Path,
 ) -> None:
     how = {"batch_size": 3, "num_workers": 2}
@@ -453,7 +451,7 @@ def three_ahead(batches: Iterator[Any]) -> Iterator[Any]:
 # What else changes with the number, and what stays.
 
 
-def test_with_the_same_batch_of_all_ranks_together_every_step_has_the_same_samples(tmp_path: Path) -> None:
+def test_with_the_same_global_batch_every_step_has_the_same_samples(tmp_path: Path) -> None:
     script = Script(tmp_path / "a")
     expected = script.leg(4, batch_size=4)
     script = Script(tmp_path / "b")
@@ -477,7 +475,7 @@ def test_a_batch_size_that_changes_alone_has_to_be_allowed(tmp_path: Path) -> No
     assert [i for leg in (first, second, third) for i in together(leg)] == order_of(0) + order_of(0)[:1]
 
 
-def test_samples_that_were_added_are_taken_as_the_sampler_gives_them_where_that_is_allowed(
+def test_samples_that_were_added_are_taken_where_that_is_allowed(
     tmp_path: Path,
 ) -> None:
     script = Script(tmp_path, lambda *who, n, **how: distributed(*who, Images(n), **how), batch_size=4)
@@ -631,7 +629,7 @@ ALWAYS_SO = [(name, 3, 2) for name in ("subclass", "own batches", "length", "any
 @pytest.mark.filterwarnings("ignore:in_order=False")
 @pytest.mark.parametrize(("name", "before", "after"), CHANGES + ALWAYS_SO)
 @pytest.mark.sampled(3)
-def test_what_cannot_be_dealt_out_again_is_a_mismatch_that_says_why_and_what_to_do(
+def test_what_cannot_be_dealt_out_again_is_a_mismatch_that_says_why(
     tmp_path: Path, name: str, before: int, after: int
 ) -> None:
     make, why = REFUSED[name]
@@ -651,7 +649,7 @@ def test_what_cannot_be_dealt_out_again_is_a_mismatch_that_says_why_and_what_to_
     assert len(together(anew)) >= SAMPLES
 
 
-def test_another_sampler_on_as_many_ranks_is_reported_with_what_is_other_about_it(tmp_path: Path) -> None:
+def test_another_sampler_on_as_many_ranks_is_reported_with_what_differs(tmp_path: Path) -> None:
     script = Script(tmp_path, batch_size=4)
     script.leg(1, 3)
     script.make = in_order

@@ -361,13 +361,15 @@ def given(loaders: Loaders) -> Any:
     return loaders.get("loader", loaders)
 
 
-def train(state: Any, loaders: Loaders, log: Log) -> None:
+def train(state: Any, loaders: Loaders, log: Log, break_at: int | None = None) -> None:
     """Draw after every batch, as dropout does, and where an epoch begins and ends."""
     loader = loaders["loader"]
     for epoch in state.epochs(EPOCHS):
         noise()
         log.may_stop((epoch, 0))
         for batch in state.batches():
+            if state.batch == break_at:
+                break
             log((epoch, state.batch + 1), batch)
         log((epoch, "end"), [])
     log((EPOCHS, "after"), next_numbers(loader))
@@ -390,31 +392,32 @@ def next_numbers(loader: DataLoader[Any]) -> list[Any]:
     return [seed, list(loader.batch_sampler or loader.sampler), loader.dataset[0]]
 
 
-KINDS: dict[str, tuple[int, bool, Callable[..., DataLoader[Any]]]] = {
-    "shuffled": (0, False, lambda **how: on(Images(), shuffle=True, generator=generator(), **how)),
-    "own": (2, True, lambda **how: on(Images(OwnNoise()), shuffle=True, **how)),
-    "batches": (2, False, lambda **how: on(Images(), 1, batch_sampler=PythonBatches(), **how)),
-    "reseeding": (2, False, lambda **how: on(Images(reseeding, 40), shuffle=True, collate_fn=list, **how)),
-    "buffered": (2, False, lambda **how: on(Buffered(), **how)),
-    "stateful stream": (2, True, lambda **how: on(StatefulStream(), **how)),
-    "stateful iterators": (3, False, lambda **how: on(StatefulIterators(), **how)),
-    "begins there": (2, False, lambda **how: on(BeginsThere(), **how)),
-    "its own": (2, True, lambda **how: on(ItsOwn(), **how)),
-    "new every epoch": (2, True, lambda **how: on(NewEveryEpoch(), **how)),
-    "new workers": (2, False, lambda **how: on(NewEveryEpoch(), **how)),
-    "spawn": (2, False, lambda **how: on(Images(), multiprocessing_context="spawn", **how)),
-    "forkserver": (2, False, lambda **how: on(Images(), multiprocessing_context="forkserver", **how)),
+KINDS: dict[str, Callable[..., DataLoader[Any]]] = {
+    "shuffled-0": lambda **how: on(Images(), shuffle=True, generator=generator(), **how),
+    "own-2": lambda **how: on(Images(OwnNoise()), shuffle=True, **how),
+    "own-2p": lambda **how: on(Images(OwnNoise()), shuffle=True, **how),
+    "break-2p": lambda **how: on(Images(), shuffle=True, **how),
+    "batches-2": lambda **how: on(Images(), 1, batch_sampler=PythonBatches(), **how),
+    "reseeding-2": lambda **how: on(Images(reseeding, 40), shuffle=True, collate_fn=list, **how),
+    "buffered-2": lambda **how: on(Buffered(), **how),
+    "stateful stream-2p": lambda **how: on(StatefulStream(), **how),
+    "stateful iterators-3": lambda **how: on(StatefulIterators(), **how),
+    "begins there-2": lambda **how: on(BeginsThere(), **how),
+    "its own-2p": lambda **how: on(ItsOwn(), **how),
+    "new every epoch-2": lambda **how: on(NewEveryEpoch(), **how),
+    "new every epoch-2p": lambda **how: on(NewEveryEpoch(), **how),
+    "spawn-2": lambda **how: on(Images(), multiprocessing_context="spawn", **how),
+    "forkserver-2": lambda **how: on(Images(), multiprocessing_context="forkserver", **how),
 }
-"""Loaders with their number of workers, which persist or not; other seeds at each start are the point."""
+"""Loaders by name and number of workers, p if they persist; each start makes them under another seed."""
 
-NAMES = [
-    pytest.param(name, marks=pytest.mark.heavy if name in ("spawn", "forkserver") else ()) for name in KINDS
-]
+NAMES = [*KINDS][:-2] + [pytest.param(name, marks=pytest.mark.heavy) for name in [*KINDS][-2:]]
 
 
 def of_kind(name: str) -> Training:
-    workers, persists, make = KINDS[name]
-    return Training(lambda: {"loader": make(num_workers=workers, persistent_workers=persists)}, train)
+    make = partial(KINDS[name], num_workers=int(name.strip("p")[-1]), persistent_workers=name.endswith("p"))
+    script = partial(train, break_at=5 if name.startswith("break") else None)
+    return Training(lambda: {"loader": make()}, script)
 
 
 reference = cache(lambda name: of_kind(name).uninterrupted())
@@ -445,6 +448,30 @@ EITHER = [False, pytest.param(True, marks=pytest.mark.heavy)]
 """Whether the workers persist, where that is not the point."""
 
 
+def two(**how: Any) -> Loaders:
+    return {
+        "a": on(Images(OwnNoise()), shuffle=True, num_workers=2, **how),
+        "b": on(Images(), 3, sampler=SubsetRandomSampler(range(20)), num_workers=1, **how),
+    }
+
+
+def in_turn(state: Any, loaders: Loaders, log: Log) -> None:
+    for epoch in state.epochs(EPOCHS):
+        for name in loaders:
+            for batch in state.batches(name):
+                log((epoch, name, state.batch), batch)
+            noise()
+        log((epoch, "end"), [])
+
+
+@pytest.mark.parametrize("persists", EITHER)
+def test_several_loaders_one_after_the_other_all_continue(run_dir: Path, persists: bool) -> None:
+    training = Training(partial(two, persistent_workers=persists), in_turn)
+    stops = [(0, "a", 2), (0, "a", 7), (0, "b", 0), (0, "b", 6), (1, "end"), (2, "b", 3)]
+
+    assert training.chain(run_dir, stops) == training.uninterrupted()
+
+
 # What may change, and what may not.
 
 
@@ -458,7 +485,7 @@ def noisy_loader(**how: Any) -> Loaders:
 
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 1), (2, 0), (0, 2)])
 @pytest.mark.quick(2)
-def test_another_number_of_workers_changes_nothing_where_nothing_is_random_in_them(
+def test_another_number_of_workers_changes_nothing_that_is_not_random(
     run_dir: Path, before: int, after: int
 ) -> None:
     old, new = (Training(partial(quiet_loader, num_workers=n), train) for n in (before, after))
@@ -479,7 +506,7 @@ def test_another_number_of_workers_changes_nothing_where_nothing_is_random_in_th
 
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 1), (2, 0), (0, 2)])
 @pytest.mark.quick(2)
-def test_another_number_of_workers_keeps_the_order_and_a_resume_repeats_itself(
+def test_another_number_of_workers_keeps_the_order_and_repeats_itself(
     run_dir: Path, before: int, after: int
 ) -> None:
     old, new = (Training(partial(noisy_loader, num_workers=n), train) for n in (before, after))
@@ -581,7 +608,7 @@ def test_a_loader_that_is_allowed_to_change_begins_the_epochs_data_again(
     assert [sorted(order(seen, epoch)) for epoch in (0, 1, 2)] == [[], [*range(length)], [*range(length)]]
 
 
-def test_a_shuffle_buffer_that_shares_a_generator_with_the_training_is_warned_of(run_dir: Path) -> None:
+def test_a_shuffle_buffer_on_the_trainings_generator_is_warned_of(run_dir: Path) -> None:
     training = Training(lambda: {"loader": on(Buffered())}, train)
     training.leg(run_dir, 0, (0, 3))
 
@@ -783,7 +810,7 @@ def swallowing(state: Any, loaders: Loaders, log: Log) -> None:
     ("workers", "persists"),
     [(0, False), pytest.param(2, False, marks=pytest.mark.heavy), HEAVY_PERSISTENT],
 )
-def test_a_loop_that_swallows_what_a_worker_raises_continues_as_the_plain_one_does(
+def test_a_loop_that_swallows_a_workers_errors_continues_as_a_plain_one(
     run_dir: Path, workers: int, persists: bool
 ) -> None:
     how = {"num_workers": workers, "persistent_workers": persists}

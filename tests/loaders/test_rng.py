@@ -442,7 +442,7 @@ class Making(Drawn):
         pass
 
 
-def test_a_generator_made_by_the_state_of_another_loader_is_in_that_checkpoint(tmp_path: Path) -> None:
+def test_a_generator_made_by_another_loaders_state_is_in_the_checkpoint(tmp_path: Path) -> None:
     shared = Holder(own=None)
     loaders = {"first": DataLoader(Making(shared)), "then": DataLoader(Drawn(shared))}
     with RunState.load(tmp_path, loader=loaders, progress=False) as state:

@@ -127,7 +127,7 @@ def test_another_seed_of_the_run_is_another_seed_of_every_sample(tmp_path: Path)
     assert not {*first} & {*second}
 
 
-def test_a_number_of_workers_that_changes_in_mid_epoch_changes_nothing_and_is_not_warned_of(
+def test_another_number_of_workers_in_mid_epoch_changes_nothing(
     run_dir: Path,
 ) -> None:
     expected = leg(run_dir.parent / "one", 0)
@@ -209,9 +209,7 @@ def test_the_order_is_the_one_without_seeds(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("before", [True, False])
-def test_seeds_that_are_switched_in_mid_epoch_are_a_mismatch_unless_that_is_allowed(
-    run_dir: Path, before: bool
-) -> None:
+def test_seeds_switched_in_mid_epoch_are_a_mismatch_unless_allowed(run_dir: Path, before: bool) -> None:
     order = [sample[0] for _, sample in leg(run_dir.parent / "one")]
     done = leg(run_dir, 2, 3, sample_seeds=before)
 

@@ -351,7 +351,7 @@ class Sticks:
 
 
 @pytest.mark.parametrize("stops", STOPS)
-def test_a_loader_that_sticks_to_where_it_was_put_begins_the_next_epoch_anyway(
+def test_a_loader_that_sticks_to_its_place_begins_the_next_epoch_anyway(
     run_dir: Path, stops: list[Stop]
 ) -> None:
     assert chain(run_dir, Sticks, stops) == uninterrupted(Sticks)
@@ -373,13 +373,13 @@ def left_early(run_dir: Path, make: Callable[[], Any], legs: int) -> list[list[f
 
 
 @pytest.mark.parametrize("make", [Sticks, BeginsAnew, KINDS["torchdata"], KINDS["torchdata, own generator"]])
-def test_an_epoch_that_is_left_early_is_followed_by_the_same_one_after_a_resume(
+def test_an_epoch_left_early_is_followed_by_the_same_one_after_a_resume(
     tmp_path: Path, make: Callable[[], Any]
 ) -> None:
     assert left_early(tmp_path / "three", make, 3) == left_early(tmp_path / "one", make, 1)
 
 
-def test_a_generator_in_extra_that_a_loader_draws_from_as_it_begins_is_put_back(run_dir: Path) -> None:
+def test_a_generator_in_extra_that_a_loader_begins_with_is_put_back(run_dir: Path) -> None:
     def leg(seed: int, stop: int | None) -> Iterator[list[float]]:
         own = np.random.default_rng(seed)
         loader = OwnNoise(own)
@@ -634,7 +634,7 @@ def test_a_range_or_a_list_continues_without_a_warning(run_dir: Path, make: Call
 
 
 @keeps_none
-def test_an_iterable_that_ends_while_it_is_run_again_is_a_mismatch_at_every_resume(run_dir: Path) -> None:
+def test_an_iterable_that_ends_while_it_is_run_again_is_a_mismatch(run_dir: Path) -> None:
     leg(run_dir, PLAIN["list"], (1, 4))
 
     for _ in range(2):
@@ -702,7 +702,7 @@ def test_two_iterables_of_one_kind_that_were_never_given_both_continue(run_dir: 
     ("before", "after"),
     [*itertools.permutations(["torchdata", "begins anew", "list"], 2)],
 )
-def test_another_kind_of_loader_in_mid_epoch_is_a_mismatch_unless_it_is_allowed(
+def test_another_kind_of_loader_in_mid_epoch_is_a_mismatch_or_allowed(
     run_dir: Path, before: str, after: str
 ) -> None:
     every: Mapping[str, Callable[[], Any]] = {**KINDS, **PLAIN}

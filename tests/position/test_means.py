@@ -293,7 +293,7 @@ def test_to_add_and_to_glance_wait_for_no_gpu(run_dir: Path) -> None:
 
 
 @pytest.mark.cuda
-def test_means_on_a_gpu_after_two_resumes_are_those_of_a_run_that_never_stopped(run_dir: Path) -> None:
+def test_means_on_a_gpu_after_two_resumes_are_those_of_a_whole_run(run_dir: Path) -> None:
     def leg(run_dir: Path, stop: int) -> list[Any]:
         with RunState.load(run_dir) as state:
             for step in state.steps(stop):

@@ -88,7 +88,7 @@ def one_batch(run_dir: Path, loader: DataLoader[Any] | None = None) -> Training:
     return training
 
 
-def test_counters_of_a_run_that_is_resumed_at_every_batch_are_those_of_one_that_never_stopped(
+def test_counters_of_a_run_resumed_at_every_batch_are_those_of_a_whole_one(
     run_dir: Path,
 ) -> None:
     seen = [one_batch(run_dir).seen for _ in range(6)]
@@ -495,7 +495,7 @@ def test_a_save_after_an_interrupt_continues_with_the_next_batch(run_dir: Path, 
     assert fed == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
 
 
-def test_after_an_interrupt_the_same_object_continues_with_the_rest_of_the_epoch(run_dir: Path) -> None:
+def test_after_an_interrupt_the_same_object_continues_the_epoch(run_dir: Path) -> None:
     training = Training(run_dir)
     fed: list[list[float]] = []
 
@@ -509,7 +509,7 @@ def test_after_an_interrupt_the_same_object_continues_with_the_rest_of_the_epoch
     assert training.counters() == (1, 0, 3, 10)
 
 
-def test_an_interrupt_before_the_optimizers_step_leaves_the_batch_to_be_trained(run_dir: Path) -> None:
+def test_an_interrupt_before_the_step_leaves_the_batch_to_be_trained(run_dir: Path) -> None:
     fed: list[list[float]] = []
     for at in (1, 2):
         training = Training(run_dir)
@@ -523,7 +523,7 @@ def test_an_interrupt_before_the_optimizers_step_leaves_the_batch_to_be_trained(
     assert [c.about.samples for c in Run(run_dir).checkpoints()] == [4, 8]
 
 
-def test_an_iterator_that_was_kept_through_an_interrupt_does_not_disturb_what_continues(
+def test_an_iterator_kept_through_an_interrupt_disturbs_nothing(
     run_dir: Path,
 ) -> None:
     training = Training(run_dir)
@@ -656,7 +656,7 @@ def test_a_checkpoint_says_at_which_boundary_it_was_taken(run_dir: Path) -> None
     assert found == [Boundary.OUTSIDE, Boundary.BATCH, Boundary.BATCH, Boundary.EPOCH, Boundary.STEP]
 
 
-def test_a_save_in_an_epoch_over_a_loader_that_is_not_ours_says_that_the_epoch_is_done(run_dir: Path) -> None:
+def test_a_save_in_an_epoch_over_another_loader_says_that_it_is_done(run_dir: Path) -> None:
     epochs = []
     for _ in range(3):
         training = Training(run_dir, loader={})
@@ -717,7 +717,7 @@ def test_other_data_in_mid_epoch_can_be_allowed_and_begins_the_epoch_again(run_d
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("stop", [2, 5])
-def test_after_batches_of_another_size_the_next_epoch_has_the_order_that_it_would_have_had(
+def test_after_batches_of_another_size_the_next_epoch_has_its_order(
     run_dir: Path, workers: int, stop: int
 ) -> None:
     def shuffled(size: int) -> DataLoader[Any]:
@@ -757,7 +757,7 @@ def test_other_data_at_the_epochs_end_is_a_warning_once(run_dir: Path) -> None:
     assert quiet.epoch() == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
 
 
-def test_a_random_generator_that_only_the_code_has_does_not_fit_unless_it_is_allowed(run_dir: Path) -> None:
+def test_a_generator_that_only_the_code_has_does_not_fit_unless_allowed(run_dir: Path) -> None:
     save_in_epoch(run_dir, numbers(10, 4, shuffle=True), 1)
     save_in_epoch(run_dir, numbers(10, 4, shuffle=True), 2)
     loader = numbers(10, 4, shuffle=True, generator=torch.Generator())
@@ -771,9 +771,7 @@ def test_a_random_generator_that_only_the_code_has_does_not_fit_unless_it_is_all
     ("indices", "text"),
     [([1, 2, 3], "it has 1 batches now, and 2 were drawn"), (range(8), "batch 2 is of other samples now")],
 )
-def test_an_order_that_cannot_be_drawn_again_is_named_when_the_batches_are_asked_for(
-    run_dir: Path, indices: Any, text: str
-) -> None:
+def test_an_order_that_cannot_be_drawn_again_is_named(run_dir: Path, indices: Any, text: str) -> None:
     save_in_epoch(run_dir, numbers(sampler=SubsetRandomSampler(range(2, 10))), 1)
     save_in_epoch(run_dir, numbers(sampler=SubsetRandomSampler(range(2, 10))), 2)
 
@@ -803,7 +801,7 @@ def train_on(parts: dict[str, Any]) -> None:
         step(parts, batch)
 
 
-def test_a_loader_that_is_trained_from_directly_is_refused_at_its_second_batch(run_dir: Path) -> None:
+def test_a_loader_trained_from_directly_is_refused_at_its_second_batch(run_dir: Path) -> None:
     parts = small()
     with RunState.load(run_dir, **parts, every=None) as state:
         for _ in state.epochs(1):
@@ -847,7 +845,7 @@ def drawn(state: RunState, parts: dict[str, Any], leave_after: int) -> list[floa
     return numbers
 
 
-def test_a_loop_that_is_entered_again_after_a_resume_continues_with_the_same_numbers(run_dir: Path) -> None:
+def test_a_loop_entered_again_after_a_resume_continues_with_its_numbers(run_dir: Path) -> None:
     torch.manual_seed(0)
     parts = small()
     expected = drawn(RunState.load(run_dir / "straight", **parts), parts, leave_after=9)

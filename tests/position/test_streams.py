@@ -290,7 +290,7 @@ def with_own_values() -> dict[str, Any]:
     return {**make(), "own": own, "bag": bag, "table": table, "extra": {"own": own, "bag": bag}}
 
 
-def test_what_the_first_lines_change_in_place_is_put_back_into_the_same_objects(run_dir: Path) -> None:
+def test_what_first_lines_change_in_place_is_put_back_in_the_same_objects(run_dir: Path) -> None:
     def loop(state: RunState, found: dict[str, Any], tick: Callable[..., None]) -> None:
         own, bag = found["own"], found["bag"]
         ema = state.vars.setdefault("ema", torch.zeros(2))

@@ -256,9 +256,7 @@ def test_a_restore_while_a_thread_loads_goes_back_again_and_again(run_dir: Path,
 
 @pytest.mark.parametrize("name", ["thread", "device, thread", "one ahead", "around: one ahead"])
 @pytest.mark.quick(2)
-def test_an_epoch_that_is_left_early_is_left_for_good_whatever_was_loaded_ahead(
-    run_dir: Path, name: str
-) -> None:
+def test_an_epoch_left_early_is_left_whatever_was_loaded_ahead(run_dir: Path, name: str) -> None:
     def leg(loop: Callable[[Any], Iterable[Any]], path: Path, stop: int | None, seed: int) -> Iterator[Any]:
         training = Training(2, seed)
         with training.load(path) as state:
@@ -289,9 +287,7 @@ def test_an_epoch_that_is_left_early_is_left_for_good_whatever_was_loaded_ahead(
 )
 @pytest.mark.sampled(3)
 @pytest.mark.heavy
-def test_a_sample_that_cannot_be_loaded_ends_the_training_where_a_resume_continues(
-    run_dir: Path, name: str
-) -> None:
+def test_a_resume_continues_where_a_broken_sample_ended_the_training(run_dir: Path, name: str) -> None:
     broken = Images()
     broken.failing = int(uninterrupted(1)[3][1][0][0])
     seen = leg(run_dir, LOOPS[name], 1, 2, 0)
@@ -341,7 +337,7 @@ def test_more_batches_than_were_loaded_are_a_usage_error(run_dir: Path) -> None:
             pass
 
 
-def test_a_thread_without_a_step_for_every_batch_is_reported_at_the_epochs_end(run_dir: Path) -> None:
+def test_a_thread_without_a_step_for_every_batch_is_reported(run_dir: Path) -> None:
     training = Training(1)
     with training.load(run_dir) as state:
         epochs = state.epochs(1)
@@ -371,7 +367,7 @@ def test_an_epoch_that_ends_before_a_thread_does_is_reported(run_dir: Path) -> N
             next(epochs)
 
 
-def test_a_device_that_is_not_there_is_a_usage_error_before_anything_is_loaded(run_dir: Path) -> None:
+def test_a_device_that_is_not_there_is_refused_before_loading(run_dir: Path) -> None:
     with Training(0).load(run_dir) as state:
         with pytest.raises(UsageError, match=r"this process sees \d+ devices"):
             state.batches(device="cuda:99")

@@ -160,7 +160,7 @@ def test_what_has_no_tensor_to_move_is_left_alone(value: Any) -> None:
     assert moved([value])[0] is value
 
 
-def test_what_is_on_the_device_already_is_the_very_object_that_the_loader_gave() -> None:
+def test_what_is_on_the_device_already_is_the_object_of_the_loader() -> None:
     batch = {"x": torch.ones(2), "rest": [Open(torch.ones(2))]}
 
     assert moved(batch, "cpu") is batch
@@ -367,7 +367,7 @@ def test_a_batch_is_whole_on_whichever_stream_the_training_has_come_to(gpu: Acce
     ],
     ids=["object", "packed sequence", "sparse", "subclass"],
 )
-def test_what_is_no_plain_tensor_of_the_host_is_copied_on_the_trainings_stream(
+def test_what_is_no_plain_host_tensor_is_copied_on_the_trainings_stream(
     gpu: Accelerator, value: Graph | PackedSequence | Tensor
 ) -> None:
     for _ in ToDevice("cuda", ahead=True)(iter([{"x": value}])):
