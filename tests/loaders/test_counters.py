@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -458,6 +459,15 @@ def test_what_is_not_warned_of_is_exact(run_dir: Path, name: str, workers: dict[
     make_loader, _ = QUIET[name]
 
     assert differences(run_dir, partial(make, partial(make_loader, **workers)), train, STOPS) == []
+
+
+def test_a_proxy_of_an_object_that_is_gone_does_no_harm(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_loader, between = QUIET["samples that are only counted"]
+    monkeypatch.setitem(globals(), "gone", weakref.proxy(Quiet()))
+
+    assert told(run_dir, make_loader, between=between) == []
 
 
 def test_an_order_in_extra_is_in_the_checkpoint(run_dir: Path) -> None:

@@ -402,6 +402,7 @@ KINDS: dict[str, Callable[..., DataLoader[Any]]] = {
     "buffered-2": lambda **how: on(Buffered(), **how),
     "stateful stream-2p": lambda **how: on(StatefulStream(), **how),
     "stateful iterators-3": lambda **how: on(StatefulIterators(), **how),
+    "even stream-1": lambda **how: on(StatefulStream(length=20), **how),
     "begins there-2": lambda **how: on(BeginsThere(), **how),
     "its own-2p": lambda **how: on(ItsOwn(), **how),
     "new every epoch-2": lambda **how: on(NewEveryEpoch(), **how),

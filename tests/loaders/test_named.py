@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import random
 import sys
 import types
@@ -20,6 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from resumable import RunState
+from resumable.loaders.generators import search
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create"),
@@ -192,6 +194,18 @@ def quiet() -> float:
     return 0.0
 
 
+def test_a_module_of_the_script_may_have_the_name_of_one_of_pythons(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cmd.py").write_text("import random\nrng = random.Random(0)\ndraw = lambda: rng.random()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(sys.modules, "cmd", sys)
+    monkeypatch.delitem(sys.modules, "cmd")
+    cmd: Any = importlib.import_module("cmd")
+
+    assert search.find(cmd.draw) == {"cmd:rng": cmd.rng}
+
+
 def test_a_checkpoint_without_what_modules_have_continues(run_dir: Path) -> None:
     begin()
     with RunState.load(run_dir, loader=DataLoader(Data(quiet))) as state:
@@ -221,11 +235,13 @@ def test_a_generator_of_a_module_that_is_imported_late_continues(
 
 
 TRAINED = """
+import importlib
 import random
 import numpy as np, torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 from resumable import RunState
+from resumable.loaders.generators import search
 
 drawn, order = np.random.default_rng(0), random.Random(0)
 

@@ -14,7 +14,7 @@ import torch
 from stopping import differences
 from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
 
-from resumable import RunState, StateMismatch
+from resumable import ResumableWarning, RunState, StateMismatch
 
 SAMPLES, BATCH = 18, 4
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -153,3 +153,11 @@ def test_an_order_that_is_drawn_late_has_no_batches_of_another_size(run_dir: Pat
     loader = DataLoader(Numbers(), 5, sampler=Chunks(BATCH))
     with pytest.raises(StateMismatch, match="draws as it runs"):
         stopped(run_dir, loader, 1, allow=["loader.batch_size"])
+
+
+def test_single_samples_after_batches_continue_at_the_same_sample(run_dir: Path) -> None:
+    stopped(run_dir, over(range(SAMPLES)), 2)
+
+    loader = DataLoader(Numbers(), None, sampler=range(SAMPLES))
+    with pytest.warns(ResumableWarning, match="batch_size"):
+        assert stopped(run_dir, loader, 2, allow=["loader.batch_size"]) == [[8], [9]]

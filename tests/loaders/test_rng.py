@@ -230,6 +230,26 @@ def test_the_generators_of_another_packages_devices_come_back(monkeypatch: pytes
         assert [torch.rand(2, generator=generator).tolist() for generator in generators] == expected
 
 
+def test_generators_are_read_where_torch_says_that_there_is_no_accelerator(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def none() -> None:
+        raise RuntimeError("Cannot access accelerator device when none is available.")
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", none)
+    assert rng.read_devices() == {}
+
+
+def test_generators_are_read_where_torch_cannot_tell_its_default_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def unknown() -> None:
+        raise AttributeError("'NoneType' object has no attribute 'device'")
+
+    monkeypatch.setattr(torch, "get_default_device", unknown)
+    assert rng.collect(devices=False).keys() == {"python", "numpy", "torch"}
+
+
 class Holder:
     """An object that holds things."""
 
@@ -315,6 +335,7 @@ PLACES: dict[str, Callable[[random.Random], Callable[[], float]]] = {
     "method of a slot": lambda own: Transform(own).draw,
     "its own method": lambda own: own.random,
     "nested": nested,
+    "argument": lambda own: partial(random.Random.random, own),
     "keyword": lambda own: partial(lambda *, given: given.random(), given=own),
 }
 

@@ -243,6 +243,32 @@ def test_a_mean_that_is_not_there_is_a_key_error_with_the_names() -> None:
         found["accuracy"]
 
 
+def test_a_pair_of_float32_is_as_exact_as_twice_the_bits() -> None:
+    pair, terms = torch.zeros(2), torch.rand(20_000, generator=torch.Generator().manual_seed(0))
+
+    for term in terms:
+        means._add_to_pair(pair, term)
+
+    exact = math.fsum(terms.tolist())
+    assert pair.double().sum().item() == pytest.approx(exact, rel=1e-12)
+    assert terms.cumsum(0)[-1].item() != pytest.approx(exact, rel=1e-12)
+
+
+def test_sums_on_a_device_come_back_as_they_were() -> None:
+    found = Means()
+    found.begin(3)
+    found._sums["loss"] = means._Mean()
+    found._sums["loss"].add(torch.tensor(1 / 3), 3.0)
+    saved = found.collect()
+    means.check(saved)
+    other = Means()
+
+    other.restore(saved)
+
+    assert dict(other) == dict(found)
+    assert other.collect()["epoch"] == 3
+
+
 @pytest.mark.parametrize(
     "saved",
     [

@@ -416,6 +416,8 @@ def test_batches_without_the_name_of_one_loader_is_a_usage_error(
     with pytest.raises(UsageError, match="was given none"):
         RunState.load(run_dir).batches()
     state = RunState.load(run_dir, loader={"train": numbers(), "val": numbers()})
+    with pytest.raises(UsageError, match="this DataLoader was not given to RunState, which was given: train"):
+        state.batches(numbers())
 
     with pytest.raises(UsageError, match=f"{what}; RunState was given: train, val"):
         state.batches(which)

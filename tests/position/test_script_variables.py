@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import signal
 import sys
 import textwrap
 import warnings
@@ -23,6 +24,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from resumable import ResumableWarning, RunState
+from resumable.position.script.loop_variables import LoopVariables
 
 __all__ = ["AveragedModel", "Counter", "Namespace", "copy", "defaultdict", "deque", "perf_counter"]
 """What the scripts below use."""
@@ -580,3 +582,34 @@ def test_a_generator_of_an_installed_helper_is_warned_of(
     assert ["(jittering:rng)" in one for one in found] == [True] * is_warned
     given = {"rng": sys.modules["jittering"].rng}  # type: ignore[attr-defined]
     assert run(run_dir / "given", source, extra=given) == []
+
+
+class Interrupted:
+    """Its comparison meets a signal, whose handler raises, or raises by itself."""
+
+    def __init__(self, is_signal: bool) -> None:
+        self.is_signal = is_signal
+
+    def look(self, *_: Any) -> Any:
+        if self.is_signal:
+            signal.raise_signal(signal.SIGALRM)
+        raise TimeoutError("by itself")
+
+
+def _too_late(*_: Any) -> None:
+    raise TimeoutError("by a signal")
+
+
+def test_an_error_in_the_look_is_warned_of_and_one_of_a_signal_is_raised(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = signal.signal(signal.SIGALRM, _too_late)
+    try:
+        monkeypatch.setattr(LoopVariables, "changed", Interrupted(is_signal=False).look)
+        (text,) = run(run_dir / "itself", WARNED["best"])
+        assert "cannot be inspected (TimeoutError('by itself'))" in text
+        monkeypatch.setattr(LoopVariables, "changed", Interrupted(is_signal=True).look)
+        with pytest.raises(TimeoutError, match="by a signal"):
+            run(run_dir / "signal", WARNED["best"])
+    finally:
+        signal.signal(signal.SIGALRM, before)

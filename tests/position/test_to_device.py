@@ -293,6 +293,13 @@ def test_an_error_in_moving_comes_when_its_batch_is_asked_for() -> None:
         next(batches)
 
 
+def test_an_interrupt_does_not_wait_for_another_step_of_the_training() -> None:
+    batches = ToDevice("cpu", ahead=True)(loader([], 1, KeyboardInterrupt()))
+
+    with pytest.raises(KeyboardInterrupt):
+        next(batches)
+
+
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("error", [None, Broken()])
 def test_a_loop_that_is_left_half_way_closes_the_loader(ahead: bool, error: Broken | None) -> None:
