@@ -235,13 +235,11 @@ def test_a_generator_of_a_module_that_is_imported_late_continues(
 
 
 TRAINED = """
-import importlib
 import random
 import numpy as np, torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 from resumable import RunState
-from resumable.loaders.generators import search
 
 drawn, order = np.random.default_rng(0), random.Random(0)
 
