@@ -69,7 +69,6 @@ def start(run_dir: Path, body: str, stop: int = -1, scheduler: Any = None) -> li
         (TENSOR, (3,), "'running' covers"),
         (LIST, (2,), "'losses' covers"),
         (LIST, (3,), "'losses' covers"),
-        (TWO, (1,), "'a', 'b' cover"),
         (COMPREHENSION, (0, 1), "the comprehension over the batches covers"),
     ],
 )
@@ -81,6 +80,13 @@ def test_a_metric_of_a_sum_that_began_again_is_warned_of(
     (text,) = start(run_dir, body)
 
     assert f"resumed in the middle, so that {told} only the rest" in text
+
+
+def test_two_sums_are_warned_of_in_one_sentence(run_dir: Path) -> None:
+    start(run_dir, TWO, 1)
+    (text,) = start(run_dir, TWO)
+
+    assert "so that 'a', 'b' cover only the rest" in text
 
 
 def test_a_plateau_that_may_see_the_sum_is_warned_of_too(run_dir: Path) -> None:

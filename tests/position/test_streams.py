@@ -470,7 +470,7 @@ def test_draws_before_a_loop_that_counts_by_itself_are_warned_of(run_dir: Path, 
     assert all("does not see where its loop begins" in str(one.message) for one in told)
 
 
-@pytest.mark.parametrize("failing", [(0, 0), (1, 2)])
+@pytest.mark.parametrize("failing", [(0, 0), (0, 1), (1, 2)])
 def test_a_loop_left_before_a_step_and_entered_again_trains_that_batch(
     run_dir: Path, failing: tuple[int, int]
 ) -> None:
