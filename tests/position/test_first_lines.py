@@ -191,7 +191,6 @@ def test_what_trains_inside_of_a_given_one_or_elsewhere_is_not_reported(run_dir:
             for optimizer in (inner, elsewhere, without):
                 optimizer.step()
             scheduler.step()
-            state.save()
 
 
 def test_a_scheduler_that_is_not_given_is_reported_at_the_next_save(run_dir: Path) -> None:

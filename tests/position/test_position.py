@@ -175,7 +175,7 @@ def test_a_loop_of_a_finished_run_returns_at_once_and_says_so(
     run_dir: Path, capsys: pytest.CaptureFixture[str], loop: str
 ) -> None:
     for _ in range(3):
-        training = Training(run_dir)
+        training = Training(run_dir, {})
         capsys.readouterr()
         for _ in getattr(training.state, loop)(2):
             training.train(torch.ones(1))

@@ -606,7 +606,7 @@ def test_an_error_in_the_look_is_warned_of_and_one_of_a_signal_is_raised(
     before = signal.signal(signal.SIGALRM, _too_late)
     try:
         monkeypatch.setattr(LoopVariables, "changed", Interrupted(is_signal=False).look)
-        (text,) = run(run_dir / "itself", WARNED["best"])
+        text, *_ = run(run_dir / "itself", WARNED["best"])
         assert "cannot be inspected (TimeoutError('by itself'))" in text
         monkeypatch.setattr(LoopVariables, "changed", Interrupted(is_signal=True).look)
         with pytest.raises(TimeoutError, match="by a signal"):
