@@ -20,9 +20,7 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     DistributedSampler,
-    IterableDataset,
     RandomSampler,
-    SequentialSampler,
     Subset,
     WeightedRandomSampler,
     get_worker_info,
@@ -31,7 +29,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 from resumable import ResumableWarning, Run, RunState, StateMismatch
-from resumable.loaders.workers.resharding import Deal, base, count, obstacle
+from resumable.loaders.workers.resharding import Deal
 
 pytestmark = [
     # What torch says of this machine, and Python of every worker that is forked while a save is on its way.
@@ -84,38 +82,6 @@ def test_every_sample_is_dealt_out_once_however_often_the_ranks_change(
     assert (samples - len(times)) <= (at_most if drops else 0)
     assert (len(seen) - len(times)) <= (0 if drops else at_most)
     assert len(seen) - len(times) <= legs[-1].ranks - 1 or start == samples
-
-
-@given(ranks=st.integers(1, 8), samples=st.integers(1, 60), drops=st.booleans(), shuffle=st.booleans())
-def test_from_its_beginning_an_epoch_is_dealt_out_as_torch_does_it(
-    ranks: int, samples: int, drops: bool, shuffle: bool
-) -> None:
-    def sampler(ranks: int, rank: int) -> DistributedSampler[int]:
-        return DistributedSampler(range(samples), ranks, rank, shuffle, 3, drops)  # type: ignore[arg-type]
-
-    order = list(sampler(1, 0))
-
-    for rank in range(ranks):
-        deal = Deal(ranks, rank, drops)
-        assert deal.ours(order, 0) == list(sampler(ranks, rank))
-        assert len(deal.ours(order, 0)) == deal.each(samples)
-
-
-@given(legs=LEGS, ranks=st.integers(1, 8), size=st.integers(1, 9), drops=st.booleans(), n=st.integers(1, 200))
-def test_as_many_ranks_as_before_continue_with_what_they_would_have_had(
-    legs: list[Leg], ranks: int, size: int, drops: bool, n: int
-) -> None:
-    order, start = list(range(n)), 0
-    whole = [batches(Deal(ranks, rank, drops).ours(order, 0), size, False) for rank in range(ranks)]
-    seen: list[list[list[int]]] = [[] for _ in range(ranks)]
-    for leg in legs:
-        ours = [batches(Deal(ranks, rank, drops).ours(order, start), size, False) for rank in range(ranks)]
-        done = round(leg.stop * len(ours[0])) if leg is not legs[-1] else len(ours[0])
-        for rank in range(ranks):
-            seen[rank] += ours[rank][:done]
-        start = min(start + ranks * sum(map(len, ours[0][:done])), n)
-
-    assert seen == whole
 
 
 # Real loaders: every rank is a RunState of its own.
@@ -260,9 +226,7 @@ def test_an_epoch_continues_over_4_and_2_and_3_and_4_ranks(
 
 
 @pytest.mark.parametrize("drops", [False, True])
-def test_what_is_too_little_for_all_ranks_is_padded_or_dropped_as_the_sampler_says(
-    tmp_path: Path, drops: bool
-) -> None:
+def test_a_rest_for_few_ranks_is_padded_or_dropped_as_the_sampler_says(tmp_path: Path, drops: bool) -> None:
     script = Script(tmp_path, drops=drops, batch_size=5)
     seen = [*together(script.leg(2, 4)), *together(script.leg(8))]
 
@@ -293,10 +257,6 @@ def generator_if_alone(ranks: int, rank: int, **how: Any) -> DataLoader[Any]:
 def in_order(ranks: int, rank: int, **how: Any) -> DataLoader[Any]:
     sampler = DistributedSampler(Images(), ranks, rank, shuffle=False) if ranks > 1 else None
     return DataLoader(Images(), sampler=sampler, **how)
-
-
-def one_by_one(ranks: int, rank: int, **how: Any) -> DataLoader[Any]:
-    return distributed(ranks, rank, **{**how, "batch_size": None})
 
 
 KINDS: dict[str, Make] = {
@@ -352,14 +312,6 @@ def test_one_rank_may_have_a_distributed_sampler_or_none(tmp_path: Path) -> None
     assert [batch for leg in legs for batch in leg[0][0]] == expected[0][0]
 
 
-def test_a_sampler_that_draws_once_more_as_it_ends_is_no_obstacle(tmp_path: Path) -> None:
-    script = Script(tmp_path, global_generator, batch_size=4)
-    legs = [script.leg(1, (0, -1)), script.leg(2)]
-
-    assert [len(together(leg)) for leg in legs] == [SAMPLES, 0]
-    assert together(legs[1], 1) == order_of(1) + order_of(1)[:1]
-
-
 def test_workers_that_persist_are_let_go_where_an_epoch_was_left_by_a_break(tmp_path: Path) -> None:
     given: Any = "never"
     for ranks in (3, 2):
@@ -374,15 +326,6 @@ def test_workers_that_persist_are_let_go_where_an_epoch_was_left_by_a_break(tmp_
                     state.save()
                     break
         given = given if ranks == 2 else newest(tmp_path / f"{ranks}")
-
-
-def test_samples_that_come_one_by_one_are_dealt_out_again_too(tmp_path: Path) -> None:
-    script = Script(tmp_path, lambda ranks, rank: one_by_one(ranks, rank, dataset=Images(13)))
-    legs = [script.leg(2, 3), script.leg(3)]
-    seen = [[sample[0] for sample in epoch] for leg in legs for epoch in (of_rank[0] for of_rank in leg)]
-    order = order_of(0, 13)
-
-    assert seen == [order[:6:2], order[1:6:2], *([*order[6:], *order[:2]][rank::3] for rank in range(3))]
 
 
 @pytest.mark.parametrize("persists", [False, True])
@@ -402,7 +345,7 @@ def test_the_number_may_change_wherever_the_run_stops(tmp_path: Path, stop: Any,
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.sampled(5)
 @pytest.mark.heavy
-def test_after_a_change_a_run_that_is_stopped_repeatedly_matches_an_uninterrupted_one(
+def test_after_a_change_a_run_stopped_repeatedly_matches_a_whole_one(
     tmp_path: Path, workers: int, ranks: int
 ) -> None:
     def changed(path: Path, stops: Sequence[Any]) -> list[Batches]:
@@ -423,7 +366,7 @@ def test_after_a_change_a_run_that_is_stopped_repeatedly_matches_an_uninterrupte
     assert changed(tmp_path / "many", stops) == expected
 
 
-def test_a_loop_that_waits_for_its_first_batch_when_it_is_saved_continues_with_the_same_numbers(
+def test_a_loop_saved_before_its_first_batch_continues_with_its_numbers(
     tmp_path: Path,
 ) -> None:
     how = {"batch_size": 3, "num_workers": 2}
@@ -508,7 +451,7 @@ def three_ahead(batches: Iterator[Any]) -> Iterator[Any]:
 # What else changes with the number, and what stays.
 
 
-def test_with_the_same_batch_of_all_ranks_together_every_step_has_the_same_samples(tmp_path: Path) -> None:
+def test_with_the_same_global_batch_every_step_has_the_same_samples(tmp_path: Path) -> None:
     script = Script(tmp_path / "a")
     expected = script.leg(4, batch_size=4)
     script = Script(tmp_path / "b")
@@ -532,7 +475,7 @@ def test_a_batch_size_that_changes_alone_has_to_be_allowed(tmp_path: Path) -> No
     assert [i for leg in (first, second, third) for i in together(leg)] == order_of(0) + order_of(0)[:1]
 
 
-def test_samples_that_were_added_are_taken_as_the_sampler_gives_them_where_that_is_allowed(
+def test_samples_that_were_added_are_taken_where_that_is_allowed(
     tmp_path: Path,
 ) -> None:
     script = Script(tmp_path, lambda *who, n, **how: distributed(*who, Images(n), **how), batch_size=4)
@@ -628,13 +571,6 @@ def test_the_change_is_reported_with_what_it_does(
 # What is refused.
 
 
-class Stream(IterableDataset[int]):
-    """A stream."""
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(SAMPLES))
-
-
 def on(sampler: Any, **how: Any) -> DataLoader[Any]:
     return DataLoader(Images(), sampler=sampler, batch_size=4, **how)
 
@@ -693,7 +629,7 @@ ALWAYS_SO = [(name, 3, 2) for name in ("subclass", "own batches", "length", "any
 @pytest.mark.filterwarnings("ignore:in_order=False")
 @pytest.mark.parametrize(("name", "before", "after"), CHANGES + ALWAYS_SO)
 @pytest.mark.sampled(3)
-def test_what_cannot_be_dealt_out_again_is_a_mismatch_that_says_why_and_what_to_do(
+def test_what_cannot_be_dealt_out_again_is_a_mismatch_that_says_why(
     tmp_path: Path, name: str, before: int, after: int
 ) -> None:
     make, why = REFUSED[name]
@@ -713,7 +649,7 @@ def test_what_cannot_be_dealt_out_again_is_a_mismatch_that_says_why_and_what_to_
     assert len(together(anew)) >= SAMPLES
 
 
-def test_another_sampler_on_as_many_ranks_is_reported_with_what_is_other_about_it(tmp_path: Path) -> None:
+def test_another_sampler_on_as_many_ranks_is_reported_with_what_differs(tmp_path: Path) -> None:
     script = Script(tmp_path, batch_size=4)
     script.leg(1, 3)
     script.make = in_order
@@ -742,15 +678,6 @@ def test_another_seed_or_epoch_of_the_sampler_is_a_mismatch_that_names_both(
             text = f"drawn with seed 7 for epoch 0, and its sampler has seed {seed} and epoch {epoch}"
             with pytest.raises(StateMismatch, match=text):
                 next(iter(state.batches()))
-
-
-def test_without_a_shuffle_the_epoch_of_the_sampler_does_not_matter(tmp_path: Path) -> None:
-    script = Script(tmp_path, in_order, batch_size=4)
-    script.leg(2, (1, 2))
-    sampler = DistributedSampler(Images(), 3, 0, shuffle=False)
-    loader = DataLoader(Images(), 4, sampler=sampler)
-    with RunState.load(tmp_path / "again", loader=loader, resume=script.before[0]) as state:
-        assert indices(batch.tolist() for batch in state.batches())[:2] == [16, 19]
 
 
 class Slow(Images):
@@ -790,35 +717,6 @@ def test_a_plain_loader_on_each_rank_continues_as_it_did(tmp_path: Path) -> None
 
 
 # What a loader tells.
-
-
-@pytest.mark.parametrize(
-    ("loader", "shards"),
-    [
-        (DataLoader(Images()), 1),
-        (DataLoader(Stream()), 1),
-        (DataLoader(Images(), None), 1),
-        (distributed(5, 2), 5),
-        (in_batches(5, 2), 5),
-        (on(Own(Images(), 5, 2)), 5),
-    ],
-)
-def test_the_samplers_tell_how_many_ranks_there_are(loader: DataLoader[Any], shards: int) -> None:
-    assert count(loader) == shards
-
-
-class Unsized:
-    """Samples without a number."""
-
-    def __getitem__(self, index: int) -> int:
-        return index
-
-
-def test_what_has_no_length_has_no_order_to_deal_out() -> None:
-    loader = DataLoader(Unsized(), sampler=SequentialSampler(Unsized()))  # type: ignore[arg-type,type-var]
-
-    assert base(loader) == "its samples have no number"
-    assert obstacle({"samples": 3}, loader) == "in the code its samples have no number"
 
 
 def test_a_subset_is_dealt_out_by_its_own_indices(tmp_path: Path) -> None:

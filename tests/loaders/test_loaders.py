@@ -5,13 +5,11 @@ from __future__ import annotations
 import atexit
 import contextlib
 import itertools
-import json
 import multiprocessing
 import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial
@@ -22,17 +20,11 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import (
-    ConcatDataset,
     DataLoader,
     Dataset,
-    DistributedSampler,
     IterableDataset,
-    RandomSampler,
     Sampler,
-    Subset,
     SubsetRandomSampler,
-    WeightedRandomSampler,
-    default_collate,
     get_worker_info,
 )
 
@@ -87,22 +79,19 @@ def quiet() -> list[float]:
     return []
 
 
-def python_noise() -> list[float]:
-    return [random.random(), random.gauss(0, 1)]
-
-
-def numpy_noise() -> list[float]:
-    return [np.random.rand(), np.random.randn()]
-
-
-def torch_noise() -> list[float]:
-    return torch.randn(3).tolist()
-
-
-def worker() -> list[float]:
-    """Tell who loads: what is sharded or seeded by worker depends on it."""
-    info = get_worker_info()
-    return [info.id, info.seed % 1_000_003] if info else [-1]
+def reseeding() -> list[float]:
+    """Seed and set generators in a worker now and then, also with a normal number that is kept."""
+    if get_worker_info():
+        at = random.randrange(8)
+        if at == 0:
+            seeded(at)
+        elif at == 1:
+            random.setstate(random.Random(at).getstate())
+            np.random.set_state(np.random.RandomState(at).get_state())
+        elif at == 2:
+            np.random.set_bit_generator(np.random.PCG64(5))  # type: ignore[attr-defined]
+        return [random.gauss(0, 1) for _ in range(at % 3)] + [np.random.randn() for _ in range(at % 4)]
+    return []
 
 
 class OwnNoise:
@@ -125,43 +114,6 @@ class OwnNoise:
         ]
 
 
-class LateNoise:
-    """A generator that is made when it is first needed."""
-
-    def __init__(self) -> None:
-        self.rng: np.random.Generator | None = None
-
-    def __call__(self) -> list[float]:
-        if self.rng is None:
-            info = get_worker_info()
-            self.rng = np.random.default_rng(info.seed if info else 7)
-        return [self.rng.random(), random.random()]
-
-
-def reseed(worker_id: int) -> None:
-    info = get_worker_info()
-    random.seed(worker_id), np.random.seed(info.seed % 2**32)
-    info.dataset.augment.rng = np.random.default_rng([info.seed, worker_id])
-
-
-def noisy_collate(samples: list[Any]) -> dict[str, Any]:
-    return {"x": default_collate(samples), "mix": noise()}
-
-
-def drawing_collate(samples: list[Any], rng: torch.Generator) -> list[Any]:
-    return [default_collate(samples), torch.rand((), generator=rng)]
-
-
-class OwnCollate:
-    """A collate function with a generator of its own."""
-
-    def __init__(self) -> None:
-        self.rng = np.random.default_rng(new_seed())
-
-    def __call__(self, samples: list[Any]) -> tuple[Any, float]:
-        return default_collate(samples), self.rng.random()
-
-
 # Datasets.
 
 
@@ -176,30 +128,6 @@ class Images(Dataset[torch.Tensor]):
 
     def __getitem__(self, index: int) -> torch.Tensor:
         return torch.tensor([index, *self.augment()], dtype=torch.float64)
-
-
-class ManyAtOnce(Images):
-    """Samples that are loaded by the batch."""
-
-    def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
-        shared = noise()
-        return [torch.tensor([index, *shared, *self.augment()], dtype=torch.float64) for index in indices]
-
-
-class Counting(Images):
-    """Samples that depend on how many this copy of the dataset has given, which its state tells."""
-
-    given = 0
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        self.given += 1
-        return torch.tensor([index, self.given, *self.augment()], dtype=torch.float64)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"given": self.given}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.given = state["given"]
 
 
 def shard(length: int = SAMPLES) -> range:
@@ -225,23 +153,6 @@ class Stream(IterableDataset[torch.Tensor]):
         return shard(self.length)
 
 
-class OrderedAtOnce(Stream):
-    """A stream that draws its order when `iter` is called, and not with its first sample."""
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        indices = [*self.order()]
-        random.shuffle(indices)
-        return (torch.tensor([index, *self.augment()], dtype=torch.float64) for index in indices)
-
-
-class Endless(Stream):
-    """A stream that does not end."""
-
-    def order(self) -> Iterable[int]:
-        info = get_worker_info()
-        return itertools.count(info.id, info.num_workers) if info else itertools.count()
-
-
 class Buffered(Stream):
     """A stream behind a shuffle buffer, which draws from Python's generator or from one of its own."""
 
@@ -255,20 +166,6 @@ class Buffered(Stream):
                 yield buffer.pop(self.rng.randrange(len(buffer)))
         self.rng.shuffle(buffer)
         yield from buffer
-
-
-class DrawsLate(Stream):
-    """A stream that draws after its last sample."""
-
-    def order(self) -> Iterator[int]:
-        yield from shard(self.length)
-        self.augment()
-
-
-class OwnBuffered(Buffered):
-    def __init__(self) -> None:
-        super().__init__()
-        self.rng = random.Random(new_seed())
 
 
 class StatefulStream(Stream):
@@ -317,6 +214,52 @@ class StatefulIterator:
         self.at = state["at"]
 
 
+class BeginsThere(StatefulStream):
+    """A stream that begins in every epoch where it was put once, as Hugging Face's do."""
+
+    start = 0
+
+    def order(self) -> Iterator[int]:
+        mine = shard(self.length)
+        for at in range(self.start, len(mine)):
+            self.at = at + 1
+            yield mine[at]
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.start = state["at"]
+
+
+class ItsOwn(StatefulStream):
+    """A stream that is its own iterator."""
+
+    def __iter__(self) -> Any:
+        return self
+
+    def __next__(self) -> torch.Tensor:
+        mine = shard(self.length)
+        if self.at == len(mine):
+            self.at, self.passes = 0, self.passes + 1
+            raise StopIteration
+        self.at += 1
+        return torch.tensor([mine[self.at - 1], self.passes, *self.augment()], dtype=torch.float64)
+
+
+class NewEveryEpoch(Stream):
+    """A stream that makes its generator again as it begins."""
+
+    def __init__(self) -> None:
+        super().__init__(self.draw)
+        self.rng: Any = None
+
+    def draw(self) -> list[float]:
+        return [self.rng.random(), random.random()]
+
+    def order(self) -> Iterator[int]:
+        info = get_worker_info()
+        self.rng = np.random.default_rng(info.seed if info else 0)
+        yield from shard(self.length)
+
+
 # Samplers.
 
 
@@ -331,166 +274,8 @@ class PythonBatches(Sampler[list[int]]):
             left = left[size:]
 
 
-class NumpyBatches(Sampler[list[int]]):
-    """Batches that are drawn one at a time from NumPy's generator."""
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for _ in range(8):
-            yield np.random.choice(SAMPLES, BATCH, replace=False).tolist()
-
-
-class LiveBatches(Sampler[list[int]]):
-    """Batches that are cut one at a time at random: what the training drew in between decides too."""
-
-    def __iter__(self) -> Iterator[list[int]]:
-        left = [*range(SAMPLES)]
-        while left:
-            yield [left.pop(random.randrange(len(left))) for _ in range(min(BATCH, len(left)))]
-
-
-class OwnOrder(Sampler[int]):
-    """An order from a generator of one's own."""
-
-    def __init__(self) -> None:
-        self.rng = np.random.default_rng(new_seed())
-
-    def __iter__(self) -> Iterator[int]:
-        yield from self.rng.permutation(SAMPLES).tolist()
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-
-class StatefulOrder(Sampler[int]):
-    """An order that depends on how often it was drawn, which its state tells."""
-
-    passes = 0
-
-    def __iter__(self) -> Iterator[int]:
-        self.passes += 1
-        return iter([(index * 7 + self.passes) % SAMPLES for index in range(SAMPLES)])
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"passes": self.passes}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.passes = state["passes"]
-
-
-# The set-ups. Every object in them is made again, under another seed, for every leg of a training.
-
-
-class Setup(NamedTuple):
-    """One way to make a loader, for any number of workers or for one or more."""
-
-    make: Callable[..., DataLoader[Any]]
-    in_process: bool = True
-    break_at: int | None = None
-
-
 def on(dataset: Any, batch_size: int | None = BATCH, **settings: Any) -> DataLoader[Any]:
     return DataLoader(dataset, batch_size, **settings)
-
-
-def shared_generator(**how: Any) -> DataLoader[Any]:
-    images, shared = Images(), generator()
-    return on(images, sampler=RandomSampler(images, generator=shared), generator=shared, **how)
-
-
-def forkserver(**how: Any) -> DataLoader[Any]:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch"])
-    return on(Images(), shuffle=True, multiprocessing_context=context, **how)
-
-
-def distributed(**how: Any) -> DataLoader[Any]:
-    images = Images(length=2 * SAMPLES - 1)
-    return on(images, sampler=DistributedSampler(images, num_replicas=2, rank=1, seed=3), **how)
-
-
-def weighted(**own: Any) -> WeightedRandomSampler:
-    return WeightedRandomSampler(range(1, SAMPLES + 1), SAMPLES, **own)
-
-
-def drawn(more: int, **own: Any) -> RandomSampler:
-    return RandomSampler(range(SAMPLES), num_samples=SAMPLES + more, generator=generator(), **own)
-
-
-def nested(**how: Any) -> DataLoader[Any]:
-    both = ConcatDataset([Images(OwnNoise(), 20), Images(OwnNoise(), 20)])
-    return on(Subset(both, range(5, 35)), shuffle=True, **how)
-
-
-SETUPS: dict[str, Setup] = {
-    # the order
-    "in order, quiet": Setup(lambda **how: on(Images(quiet), **how)),
-    "in order": Setup(lambda **how: on(Images(), **how)),
-    "shuffled": Setup(lambda **how: on(Images(), shuffle=True, **how)),
-    "shuffled, generator": Setup(lambda **how: on(Images(), shuffle=True, generator=generator(), **how)),
-    "generator of the loader": Setup(lambda **how: on(Images(), generator=generator(), **how)),
-    "generator of both": Setup(shared_generator),
-    "weighted": Setup(lambda **how: on(Images(), sampler=weighted(), **how)),
-    "weighted, generator": Setup(lambda **how: on(Images(), sampler=weighted(generator=generator()), **how)),
-    "subset": Setup(lambda **how: on(Images(), sampler=SubsetRandomSampler(range(3, 30)), **how)),
-    "replacement": Setup(lambda **how: on(Images(), sampler=drawn(1, replacement=True), **how)),
-    "more than all": Setup(lambda **how: on(Images(), sampler=drawn(9), **how)),
-    "distributed": Setup(distributed),
-    "python batches": Setup(lambda **how: on(Images(), 1, batch_sampler=PythonBatches(), **how)),
-    "numpy batches": Setup(lambda **how: on(Images(), 1, batch_sampler=NumpyBatches(), **how)),
-    "live batches": Setup(lambda **how: on(Images(), 1, batch_sampler=LiveBatches(), **how)),
-    "own order": Setup(lambda **how: on(Images(), sampler=OwnOrder(), **how)),
-    "stateful order": Setup(lambda **how: on(Images(), sampler=StatefulOrder(), **how)),
-    # the batches
-    "no batches": Setup(lambda **how: on(Images(), None, shuffle=True, **how)),
-    "many at once": Setup(lambda **how: on(ManyAtOnce(), shuffle=True, **how)),
-    "drop last": Setup(lambda **how: on(Images(), shuffle=True, drop_last=True, **how)),
-    "divisible": Setup(lambda **how: on(Images(), 5, shuffle=True, **how)),
-    "few": Setup(lambda **how: on(Images(length=9), shuffle=True, **how)),
-    "pinned": Setup(lambda **how: on(Images(), shuffle=True, pin_memory=True, **how)),
-    "break": Setup(lambda **how: on(Images(), shuffle=True, **how), break_at=5),
-    # the augmentation
-    "python": Setup(lambda **how: on(Images(python_noise), shuffle=True, **how)),
-    "numpy": Setup(lambda **how: on(Images(numpy_noise), shuffle=True, **how)),
-    "torch": Setup(lambda **how: on(Images(torch_noise), shuffle=True, **how)),
-    "own": Setup(lambda **how: on(Images(OwnNoise()), shuffle=True, **how)),
-    "own, nested": Setup(nested),
-    "late": Setup(lambda **how: on(Images(LateNoise()), shuffle=True, **how)),
-    "worker": Setup(lambda **how: on(Images(worker), shuffle=True, **how)),
-    "collate": Setup(lambda **how: on(Images(quiet), shuffle=True, collate_fn=noisy_collate, **how)),
-    "partial collate": Setup(
-        lambda **how: on(Images(quiet), collate_fn=partial(drawing_collate, rng=generator()), **how)
-    ),
-    "own collate": Setup(lambda **how: on(Images(quiet), shuffle=True, collate_fn=OwnCollate(), **how)),
-    "counting": Setup(lambda **how: on(Counting(), shuffle=True, **how)),
-    # the workers
-    "reseeded": Setup(lambda **how: on(Images(LateNoise()), worker_init_fn=reseed, **how), in_process=False),
-    "prefetch 1": Setup(lambda **how: on(Images(), shuffle=True, prefetch_factor=1, **how), in_process=False),
-    "prefetch 4": Setup(lambda **how: on(Images(), shuffle=True, prefetch_factor=4, **how), in_process=False),
-    "timeout": Setup(lambda **how: on(Images(), shuffle=True, timeout=60, **how), in_process=False),
-    "forkserver": Setup(forkserver, in_process=False),
-    "spawn": Setup(lambda **how: on(Images(), multiprocessing_context="spawn", **how), in_process=False),
-    # streams
-    "stream, quiet": Setup(lambda **how: on(Stream(quiet), **how)),
-    "stream": Setup(lambda **how: on(Stream(), **how)),
-    "stream, own": Setup(lambda **how: on(Stream(OwnNoise()), **how)),
-    "stream, no batches": Setup(lambda **how: on(Stream(), None, **how)),
-    "stream, draws late": Setup(lambda **how: on(DrawsLate(), **how)),
-    "stream, draws late, own": Setup(lambda **how: on(DrawsLate(OwnNoise()), 5, **how)),
-    "stream, draws late, no batches": Setup(lambda **how: on(DrawsLate(), None, **how)),
-    "stream, drop last": Setup(lambda **how: on(Stream(), drop_last=True, **how)),
-    "stream, collate": Setup(lambda **how: on(Stream(), collate_fn=noisy_collate, **how)),
-    "stream, ordered at once": Setup(lambda **how: on(OrderedAtOnce(quiet), **how)),
-    "stream, endless": Setup(lambda **how: on(Endless(), **how), break_at=5),
-    "buffered": Setup(lambda **how: on(Buffered(), **how), in_process=False),
-    "buffered, own": Setup(lambda **how: on(OwnBuffered(), **how)),
-    "stateful stream": Setup(lambda **how: on(StatefulStream(), **how)),
-    "stateful stream, drop last": Setup(lambda **how: on(StatefulStream(), drop_last=True, **how)),
-    "stateful iterators": Setup(lambda **how: on(StatefulIterators(), **how)),
-    "stateful iterators, break": Setup(lambda **how: on(StatefulIterators(), **how), break_at=5),
-}
 
 
 # One training, with or without us.
@@ -581,8 +366,6 @@ def train(state: Any, loaders: Loaders, log: Log, break_at: int | None = None) -
     loader = loaders["loader"]
     for epoch in state.epochs(EPOCHS):
         noise()
-        if isinstance(loader.sampler, DistributedSampler):
-            loader.sampler.set_epoch(epoch)
         log.may_stop((epoch, 0))
         for batch in state.batches():
             if state.batch == break_at:
@@ -609,11 +392,51 @@ def next_numbers(loader: DataLoader[Any]) -> list[Any]:
     return [seed, list(loader.batch_sampler or loader.sampler), loader.dataset[0]]
 
 
-def stops(reference: Seen) -> list[Key]:
-    """After the first batch and in the middle; before the first, after it, at the last two, and the end."""
-    last = [max(key[1] for key, _ in reference if key[0] == e and key[1] != "end") for e in range(EPOCHS)]
-    in_first = dict.fromkeys([(0, 1), (0, last[0] // 2)])
-    return [*in_first, (1, 0), (1, 1), (1, last[1] - 1), (1, last[1]), (1, "end")]
+KINDS: dict[str, Callable[..., DataLoader[Any]]] = {
+    "shuffled-0": lambda **how: on(Images(), shuffle=True, generator=generator(), **how),
+    "own-2": lambda **how: on(Images(OwnNoise()), shuffle=True, **how),
+    "own-2p": lambda **how: on(Images(OwnNoise()), shuffle=True, **how),
+    "break-2p": lambda **how: on(Images(), shuffle=True, **how),
+    "batches-2": lambda **how: on(Images(), 1, batch_sampler=PythonBatches(), **how),
+    "reseeding-2": lambda **how: on(Images(reseeding, 40), shuffle=True, collate_fn=list, **how),
+    "buffered-2": lambda **how: on(Buffered(), **how),
+    "stateful stream-2p": lambda **how: on(StatefulStream(), **how),
+    "stateful iterators-3": lambda **how: on(StatefulIterators(), **how),
+    "even stream-1": lambda **how: on(StatefulStream(length=20), **how),
+    "begins there-2": lambda **how: on(BeginsThere(), **how),
+    "its own-2p": lambda **how: on(ItsOwn(), **how),
+    "new every epoch-2": lambda **how: on(NewEveryEpoch(), **how),
+    "new every epoch-2p": lambda **how: on(NewEveryEpoch(), **how),
+    "spawn-2": lambda **how: on(Images(), multiprocessing_context="spawn", **how),
+    "forkserver-2": lambda **how: on(Images(), multiprocessing_context="forkserver", **how),
+}
+"""Loaders by name and number of workers, p if they persist; each start makes them under another seed."""
+
+NAMES = [*KINDS][:-2] + [pytest.param(name, marks=pytest.mark.heavy) for name in [*KINDS][-2:]]
+
+
+def of_kind(name: str) -> Training:
+    make = partial(KINDS[name], num_workers=int(name.strip("p")[-1]), persistent_workers=name.endswith("p"))
+    script = partial(train, break_at=5 if name.startswith("break") else None)
+    return Training(lambda: {"loader": make()}, script)
+
+
+reference = cache(lambda name: of_kind(name).uninterrupted())
+
+
+@pytest.mark.proves("transparent")
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.quick(3)
+def test_batches_gives_what_the_loader_itself_gives(run_dir: Path, name: str) -> None:
+    assert of_kind(name).leg(run_dir) == reference(name)
+
+
+@pytest.mark.proves("exact")
+@pytest.mark.parametrize("name", NAMES)
+def test_a_training_stopped_repeatedly_continues_under_other_seeds(run_dir: Path, name: str) -> None:
+    seen = of_kind(name).chain(run_dir, [(0, 1), (0, 3), (1, 0), (1, 5), (1, "end"), (2, 2)])
+
+    assert seen == reference(name)
 
 
 def order(seen: Seen, epoch: int) -> list[int]:
@@ -621,98 +444,9 @@ def order(seen: Seen, epoch: int) -> list[int]:
     return [int(row[0]) for key, (batch, _) in seen if key[0] == epoch for row in batch]
 
 
-# Every set-up: with two workers, and a few others; the rest takes minutes.
-
-QUICK = {
-    *((name, 0, False) for name in ("shuffled", "live batches", "late", "buffered, own", "stateful stream")),
-    *((name, 2, True) for name in ("own", "break", "worker", "stateful iterators, break", "stream")),
-    *((name, 2, True) for name in ("stream, draws late", "stream, draws late, own")),
-    ("stream, draws late, no batches", 2, True),
-    *((name, 3, True) for name in ("counting", "generator of both", "stateful stream")),
-    *((name, 3, False) for name in ("few", "stateful iterators", "numpy batches")),
-}
-
-
-def every_case() -> Iterator[Any]:
-    numbers = [(0, False), *itertools.product((1, 2, 3), (False, True))]
-    for name, (workers, persists) in itertools.product(SETUPS, numbers):
-        is_slow = name in ("spawn", "forkserver")
-        is_quick = not is_slow and ((workers, persists) == (2, False) or (name, workers, persists) in QUICK)
-        if workers == 2 or (not is_slow and (workers or SETUPS[name].in_process)):
-            marks = () if is_quick else pytest.mark.heavy
-            yield pytest.param(name, workers, persists, id=f"{name}-{workers}{'p' * persists}", marks=marks)
-
-
-CASES = [*every_case()]
 HEAVY_PERSISTENT = pytest.param(2, True, marks=pytest.mark.heavy)
 EITHER = [False, pytest.param(True, marks=pytest.mark.heavy)]
 """Whether the workers persist, where that is not the point."""
-
-
-def set_up(name: str, workers: int, persists: bool = False) -> Training:
-    setup = SETUPS[name]
-    make = partial(setup.make, num_workers=workers, persistent_workers=persists)
-    return Training(lambda: {"loader": make()}, partial(train, break_at=setup.break_at))
-
-
-@cache
-def reference(name: str, workers: int, persists: bool = False) -> Seen:
-    return set_up(name, workers, persists).uninterrupted()
-
-
-@pytest.mark.proves("transparent")
-@pytest.mark.parametrize(("name", "workers", "persists"), CASES)
-@pytest.mark.sampled(16)
-@pytest.mark.quick(3)
-def test_batches_gives_what_the_loader_itself_gives(
-    run_dir: Path, name: str, workers: int, persists: bool
-) -> None:
-    seen = set_up(name, workers, persists).leg(run_dir)
-
-    assert seen == reference(name, workers, persists)
-
-
-@pytest.mark.proves("exact")
-@pytest.mark.parametrize(("name", "workers", "persists"), CASES)
-@pytest.mark.sampled(24)
-@pytest.mark.quick(3)
-def test_a_training_that_is_stopped_repeatedly_matches_an_uninterrupted_one(
-    run_dir: Path, name: str, workers: int, persists: bool
-) -> None:
-    expected = reference(name, workers, persists)
-
-    seen = set_up(name, workers, persists).chain(run_dir, stops(expected))
-
-    assert seen == expected
-
-
-@pytest.mark.proves("exact")
-def test_a_stream_that_draws_its_order_at_once_is_stopped_and_continues(run_dir: Path) -> None:
-    expected = reference("stream, ordered at once", 0)
-
-    seen = set_up("stream, ordered at once", 0).chain(run_dir, stops(expected))
-
-    assert seen == expected
-
-
-@pytest.mark.proves("exact")
-@pytest.mark.heavy
-@pytest.mark.parametrize("persists", [False, True])
-@pytest.mark.parametrize(
-    "name", ["own", "more than all", "numpy batches", "break", "stream, own", "stateful iterators"]
-)
-@pytest.mark.sampled(6)
-def test_a_training_that_is_stopped_after_every_batch_matches_an_uninterrupted_one(
-    run_dir: Path, name: str, persists: bool
-) -> None:
-    expected = reference(name, 2, persists)
-
-    seen = set_up(name, 2, persists).chain(run_dir, [key for key, _ in expected[:-1]])
-
-    assert seen == expected
-
-
-# More than one loader.
 
 
 def two(**how: Any) -> Loaders:
@@ -722,14 +456,7 @@ def two(**how: Any) -> Loaders:
     }
 
 
-def zipped(state: Any, loaders: Loaders, log: Log) -> None:
-    for epoch in state.epochs(EPOCHS):
-        for pair in zip(state.batches("a"), state.batches("b"), strict=False):
-            log((epoch, state.batch), pair)
-        log((epoch, "end"), [])
-
-
-def one_after_the_other(state: Any, loaders: Loaders, log: Log) -> None:
+def in_turn(state: Any, loaders: Loaders, log: Log) -> None:
     for epoch in state.epochs(EPOCHS):
         for name in loaders:
             for batch in state.batches(name):
@@ -738,93 +465,12 @@ def one_after_the_other(state: Any, loaders: Loaders, log: Log) -> None:
         log((epoch, "end"), [])
 
 
-def unlabelled(state: Any, loaders: Loaders, log: Log) -> None:
-    for epoch in state.epochs(EPOCHS):
-        others = iter(state.batches("b"))
-        for batch in state.batches("a"):
-            number = state.batch
-            log((epoch, number), [batch, next(others, None)])
-        log((epoch, "end"), [])
-
-
-def nested_loop(state: Any, loaders: Loaders, log: Log) -> None:
-    for epoch in state.epochs(EPOCHS):
-        for batch in state.batches("a"):
-            number = state.batch
-            inner = list(state.batches("b")) if number == 2 else []
-            log((epoch, number), [batch, *inner])
-        log((epoch, "end"), [])
-
-
-def validated(state: Any, loaders: Loaders, log: Log) -> None:
-    others = on(Images(), shuffle=True, num_workers=1)
-    for epoch in state.epochs(EPOCHS):
-        for batch in state.batches("a"):
-            log((epoch, state.batch), [batch, *(others if state.batch % 3 == 0 else [])])
-        log((epoch, "end"), list(others))
-
-
 @pytest.mark.parametrize("persists", EITHER)
-@pytest.mark.parametrize(
-    ("script", "at"),
-    [
-        (zipped, [(0, 0), (0, 3), (0, 6), (0, "end"), (1, 1), (2, 5)]),
-        (
-            one_after_the_other,
-            [(0, "a", 2), (0, "a", 7), (0, "b", 0), (0, "b", 6), (1, "end"), (2, "b", 3)],
-        ),
-        (unlabelled, [(0, 0), (0, 4), (0, 6), (0, 7), (1, "end"), (2, 1)]),
-        (nested_loop, [(0, 1), (0, 2), (0, 3), (0, 7), (1, "end"), (2, 2)]),
-        (validated, [(0, 0), (0, 1), (0, 3), (0, 7), (1, "end"), (2, 2)]),
-    ],
-)
-@pytest.mark.sampled(3)
-def test_several_loaders_in_one_epoch_all_continue(
-    run_dir: Path, script: Any, at: list[Key], persists: bool
-) -> None:
-    training = Training(partial(two, persistent_workers=persists), script)
+def test_several_loaders_one_after_the_other_all_continue(run_dir: Path, persists: bool) -> None:
+    training = Training(partial(two, persistent_workers=persists), in_turn)
+    stops = [(0, "a", 2), (0, "a", 7), (0, "b", 0), (0, "b", 6), (1, "end"), (2, "b", 3)]
 
-    assert training.chain(run_dir, at) == training.uninterrupted()
-
-
-def test_a_loop_that_a_resume_left_no_batch_is_still_inside_the_other(run_dir: Path) -> None:
-    training = Training(two, unlabelled)
-
-    assert training.chain(run_dir, [(0, 6), (0, 7)]) == training.uninterrupted()
-
-
-# Other loops.
-
-
-def limited(state: Any, loaders: Loaders, log: Log) -> None:
-    for epoch in state.epochs(EPOCHS):
-        for batch in itertools.islice(state.batches(), 5 - state.batch):
-            log((epoch, state.batch + 1), batch)
-        log((epoch, "end"), [])
-
-
-def opened_early(state: Any, loaders: Loaders, log: Log) -> None:
-    for epoch in state.epochs(EPOCHS):
-        batches = iter(state.batches())
-        noise()
-        for batch in batches:
-            log((epoch, state.batch + 1), batch)
-        log((epoch, "end"), [])
-
-
-@pytest.mark.parametrize(("workers", "persists"), [(0, False), (2, False), HEAVY_PERSISTENT])
-@pytest.mark.filterwarnings("ignore:the loop over batches is cut by islice")
-@pytest.mark.parametrize("script", [limited, opened_early])
-@pytest.mark.parametrize("name", ["own", "stateful stream"])
-@pytest.mark.sampled(3)
-def test_a_loop_of_another_shape_continues_as_well(
-    run_dir: Path, name: str, script: Any, workers: int, persists: bool
-) -> None:
-    training = Training(set_up(name, workers, persists).make, script)
-
-    seen = training.chain(run_dir, [(0, 1), (0, 3), (0, 5), (1, 1), (1, 2), (2, 5)])
-
-    assert seen == training.uninterrupted()
+    assert training.chain(run_dir, stops) == training.uninterrupted()
 
 
 # What may change, and what may not.
@@ -840,7 +486,7 @@ def noisy_loader(**how: Any) -> Loaders:
 
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 1), (2, 0), (0, 2)])
 @pytest.mark.quick(2)
-def test_another_number_of_workers_changes_nothing_where_nothing_is_random_in_them(
+def test_another_number_of_workers_changes_nothing_that_is_not_random(
     run_dir: Path, before: int, after: int
 ) -> None:
     old, new = (Training(partial(quiet_loader, num_workers=n), train) for n in (before, after))
@@ -861,7 +507,7 @@ def test_another_number_of_workers_changes_nothing_where_nothing_is_random_in_th
 
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 1), (2, 0), (0, 2)])
 @pytest.mark.quick(2)
-def test_another_number_of_workers_keeps_the_order_and_a_resume_repeats_itself(
+def test_another_number_of_workers_keeps_the_order_and_repeats_itself(
     run_dir: Path, before: int, after: int
 ) -> None:
     old, new = (Training(partial(noisy_loader, num_workers=n), train) for n in (before, after))
@@ -889,6 +535,16 @@ def test_another_number_of_workers_is_a_mismatch_for_a_stream_in_mid_epoch(
         three.leg(run_dir)
 
     assert seen + two.leg(run_dir, 2) == two.uninterrupted()
+
+
+def test_a_stream_that_is_shorter_than_it_was_is_a_mismatch(run_dir: Path) -> None:
+    long, short = (
+        Training(lambda n=n: {"loader": on(Stream(length=n), num_workers=2)}, train) for n in (30, 9)
+    )
+    long.leg(run_dir, 0, (0, 4))
+
+    with pytest.raises(StateMismatch, match="too early"):
+        short.leg(run_dir)
 
 
 @pytest.mark.proves("never a silent change")
@@ -952,7 +608,7 @@ def test_a_loader_that_is_allowed_to_change_begins_the_epochs_data_again(
     assert [sorted(order(seen, epoch)) for epoch in (0, 1, 2)] == [[], [*range(length)], [*range(length)]]
 
 
-def test_a_shuffle_buffer_that_shares_a_generator_with_the_training_is_warned_of(run_dir: Path) -> None:
+def test_a_shuffle_buffer_on_the_trainings_generator_is_warned_of(run_dir: Path) -> None:
     training = Training(lambda: {"loader": on(Buffered())}, train)
     training.leg(run_dir, 0, (0, 3))
 
@@ -1154,7 +810,7 @@ def swallowing(state: Any, loaders: Loaders, log: Log) -> None:
     ("workers", "persists"),
     [(0, False), pytest.param(2, False, marks=pytest.mark.heavy), HEAVY_PERSISTENT],
 )
-def test_a_loop_that_swallows_what_a_worker_raises_continues_as_the_plain_one_does(
+def test_a_loop_that_swallows_a_workers_errors_continues_as_a_plain_one(
     run_dir: Path, workers: int, persists: bool
 ) -> None:
     how = {"num_workers": workers, "persistent_workers": persists}
@@ -1216,59 +872,6 @@ def test_a_run_that_dies_of_a_killed_worker_continues_exactly(
 
 
 # Whole processes.
-
-
-@pytest.mark.heavy
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("own", "stream", "forkserver"),
-        *(
-            pytest.param(name, marks=pytest.mark.nightly)
-            for name in ("numpy batches", "distributed", "stateful stream")
-        ),
-    ],
-)
-@pytest.mark.sampled(3)
-def test_a_killed_training_leaves_no_worker_and_continues_in_another_interpreter(
-    run_dir: Path, name: str
-) -> None:
-    seen = []
-    for hash_seed, stop in enumerate([(0, 1), (0, 3), (1, 1), (1, 6), None]):
-        given = json.dumps([str(run_dir), name, hash_seed, stop])
-        environment = {**os.environ, "PYTHONHASHSEED": str(hash_seed)}
-        done = subprocess.run(
-            [sys.executable, __file__, given],
-            env=environment,
-            stdout=subprocess.PIPE,
-            timeout=60,
-            check=False,
-        )
-        # The pipe ends when nobody holds it any more: a worker that stayed alive would be a timeout.
-        assert done.returncode == (0 if stop is None else -signal.SIGKILL)
-        seen += json.loads(done.stdout.splitlines()[-1])
-
-    assert seen == json.loads(json.dumps(reference(name, 4)))
-
-
-def run_and_die(run_dir: str, name: str, seed: int, stop: list[Any] | None) -> None:
-    """Go on from the newest checkpoint up to a stop, tell what was seen, and be killed."""
-    training = set_up(name, 4)
-    seeded(seed)
-    loaders = training.make()
-    with RunState.load(run_dir, loader=given(loaders)) as state:
-        log = Log(state, tuple(stop) if stop else None)
-        try:
-            training.script(state, loaders, log)
-        except Stopped:
-            state.wait()
-            print(json.dumps(log.seen), flush=True)
-            os.kill(os.getpid(), signal.SIGKILL)
-        print(json.dumps(log.seen), flush=True)
-
-
-if __name__ == "__main__":
-    run_and_die(*json.loads(sys.argv[1]))
 
 
 def _caught(run_dir: Path, fails: set[int], stops: int | None = None) -> list[float]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import random
 import sys
 import types
@@ -22,7 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from resumable import RunState
-from resumable.loaders.generators import code_names, draws_between, rng, search
+from resumable.loaders.generators import search
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create"),
@@ -191,53 +190,6 @@ def test_a_generator_that_the_function_of_a_plain_iterable_names_continues(
     assert differences(run_dir, partial(objects, lambda: function), loop) == []
 
 
-def test_paths_say_where_in_a_module_a_generator_hangs() -> None:
-    begin()
-    found = {
-        path: value
-        for function in (by_a_helper, of_another_module, by_an_object, by_a_class)
-        for path, value in search.find(function).items()
-    }
-
-    assert found == {
-        "test_named:NUMPY": NUMPY,
-        "module_rng:PYTHON": module_rng.PYTHON,
-        "module_rng:NUMPY": module_rng.NUMPY,
-        "module_rng:TORCH": module_rng.TORCH,
-        "test_named:AUGMENT.own": AUGMENT.own,
-        "module_rng:SEVERAL.flip.0": module_rng.SEVERAL["flip"][0],
-        "module_rng:Blur.own": module_rng.Blur.own,
-    }
-    assert search.find(Classy()) == {"test_named:Classy.own": Classy.own, "test_named:NUMPY": NUMPY}
-
-
-def test_a_generator_that_an_object_holds_too_keeps_the_path_from_there() -> None:
-    begin()
-    data: Any = Data(directly)
-    data.late = [[[[NUMPY]]]]
-
-    assert search.find({"collate_fn": with_noise, "dataset": data}) == {"dataset.late.0.0.0.0": NUMPY}
-
-
-def of_the_globals() -> Any:
-    return random.random(), np.random.rand(), torch.rand(()), ALIASES
-
-
-ALIASES = [random.random, np.random.rand, torch.default_generator]
-
-
-def test_global_generators_are_not_found_in_code() -> None:
-    assert search.find(of_the_globals) == {}
-
-
-def test_what_a_module_has_is_found_by_a_path_that_led_to_it_before() -> None:
-    begin()
-
-    assert search.find(by_a_helper).keys() == {"test_named:NUMPY", "module_rng:PYTHON"}
-    assert search.plant(Data(quiet), "module_rng:PYTHON", rng.read(module_rng.PYTHON)) is module_rng.PYTHON
-    assert search.is_free(Data(quiet), "module_rng:PYTHON")
-
-
 def quiet() -> float:
     return 0.0
 
@@ -252,48 +204,6 @@ def test_a_module_of_the_script_may_have_the_name_of_one_of_pythons(
     cmd: Any = importlib.import_module("cmd")
 
     assert search.find(cmd.draw) == {"cmd:rng": cmd.rng}
-    assert not code_names.is_own("json")
-
-
-def test_a_generator_is_made_in_a_module_only_where_code_names_it() -> None:
-    begin()
-    state = rng.read(np.random.default_rng(5))
-
-    assert not search.is_free(Data(quiet), "module_rng:LATE")
-    assert not search.is_free(Data(made_late), "module_rng:jitter")
-    assert not search.is_free(Data(made_late), "module_rng:late.own")
-    assert search.plant(Data(made_late), "module_rng:jitter", state) is None
-    assert search.plant(Data(made_late), "module_rng:LATE", state) is module_rng.LATE is not None
-    module_rng.begin()
-
-
-class Later:
-    """A class that makes its generator with the first object."""
-
-    own: Any = None
-
-    def __call__(self) -> float:
-        Later.own = Later.own or random.Random(0)
-        return Later.own.random()
-
-
-def test_a_generator_is_made_in_the_class_that_had_one() -> None:
-    made = search.plant({"dataset": Data(Later())}, "test_named:Later.own", rng.read(random.Random(5)))
-
-    assert made is Later.own is not None
-    assert search.find(Later()) == {"test_named:Later.own": made}
-    Later.own = None
-
-
-def test_a_reader_reads_what_a_module_has_now() -> None:
-    begin()
-    reader = search.Reader(Data(by_a_helper))
-    for number in range(12):
-        if number == 6:
-            begin()
-        directly()
-        expected = {"test_named:NUMPY": rng.read(NUMPY), "module_rng:PYTHON": rng.read(module_rng.PYTHON)}
-        assert rng.is_same(reader.read(), expected)
 
 
 def test_a_checkpoint_without_what_modules_have_continues(run_dir: Path) -> None:
@@ -304,70 +214,24 @@ def test_a_checkpoint_without_what_modules_have_continues(run_dir: Path) -> None
         assert state.resumed
 
 
-def test_code_of_objects_in_a_long_container_is_looked_into() -> None:
-    begin()
-
-    assert search.find({"datasets": [Data(quiet), *[Classy()] * 300]}).keys() == {
-        "test_named:Classy.own",
-        "test_named:NUMPY",
-    }
-
-
-def installed(folder: Path, text: str) -> Any:
-    path = folder / "site-packages" / f"dice_{folder.name}.py"
-    path.parent.mkdir()
-    path.write_text(text)
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    sys.modules[path.stem] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-INSTALLED = """
-import random
-OWN, OTHER = random.Random(0), random.Random(1)
-class Data:
-    own = random.Random(2)
-    def __getitem__(self, index):
-        return OWN.random() + other()
-def other():
-    return OTHER.random()
-"""
-
-
-def test_of_an_installed_module_only_what_it_names_itself_is_found(tmp_path: Path) -> None:
-    module = installed(tmp_path, INSTALLED)
-    name = module.__name__
-
-    assert search.find(module.Data()) == {f"{name}:Data.own": module.Data.own, f"{name}:OWN": module.OWN}
-    assert search.find(module.other) == {f"{name}:OTHER": module.OTHER}
-    del sys.modules[name]
-
-
 def importing_late() -> float:
     from dice_late.inner import OWN  # type: ignore[import-not-found]
 
     return OWN.random()  # type: ignore[no-any-return]
 
 
-def test_a_module_that_code_imports_as_it_runs_is_imported_for_its_generator(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_generator_of_a_module_that_is_imported_late_continues(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "dice_late").mkdir()
-    for name in ("inner", "other"):
-        (tmp_path / "dice_late" / f"{name}.py").write_text("import random\nOWN = random.Random(0)\n")
+    (tmp_path / "dice_late" / "inner.py").write_text("import random\nOWN = random.Random(0)\n")
     monkeypatch.syspath_prepend(tmp_path)
-    root, state = {"dataset": Data(importing_late)}, rng.read(random.Random(5))
-    assert search.find(root) == {}
 
-    assert search.plant(root, "dice_late.other:OWN", state) is None
-    assert "dice_late.other" not in sys.modules
-    made = search.plant(root, "dice_late.inner:OWN", state)
+    def make() -> dict[str, Any]:
+        sys.modules.pop("dice_late.inner", None)
+        return objects(lambda: DataLoader(Data(importing_late), 2))
 
-    assert search.find(root) == {"dice_late.inner:OWN": made}
-    del sys.modules["dice_late.inner"], sys.modules["dice_late"]
+    assert differences(run_dir, make, epochs) == []
 
 
 TRAINED = """
@@ -435,15 +299,3 @@ def test_a_script_may_run_under_another_name_after_a_resume(
     resumed = [trained(name, "resumed", at) for name, at in zip(names, (*stops, 10), strict=True)]
 
     assert resumed[-1] == straight
-
-
-def test_draws_between_batches_are_repeated_under_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = types.ModuleType("train")
-    monkeypatch.setitem(sys.modules, "train", module)
-    exec("import random; own = random.Random(0); draw = lambda: own.random()", vars(module))
-    then = rng.read(random.Random(1))
-    saved = {"between": {"generators": {"__main__:own": [[1, then]]}}}
-
-    draws_between.Replay({"iterable": module.draw}, saved, 2).before(1)
-
-    assert rng.is_same(rng.read(module.own), then)

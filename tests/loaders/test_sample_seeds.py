@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -96,12 +97,17 @@ def chain(run_dir: Path, workers: Iterable[int], stops: Iterable[int | None], **
     return [sample for seed, (n, stop) in legs for sample in leg(run_dir, n, stop, seed, **options)]
 
 
-@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize(("workers", "persists"), [(1, True), (3, False)])
 @pytest.mark.parametrize("dataset", [Images(), ByTheBatch()])
-def test_a_sample_is_the_same_whoever_loads_it(tmp_path: Path, dataset: Any, workers: int) -> None:
+def test_a_sample_is_the_same_whoever_loads_it(
+    tmp_path: Path, dataset: Any, workers: int, persists: bool
+) -> None:
     in_process = leg(tmp_path / "in process", 0, dataset=dataset)
 
-    assert leg(tmp_path / "in workers", workers, dataset=dataset) == in_process
+    in_workers = leg(tmp_path / "in workers", workers, dataset=dataset, how={"persistent_workers": persists})
+    # Workers that persist draw no seed for a second epoch, whose order is another for that
+    assert [sample[1:] for _, sample in in_workers] == [sample[1:] for _, sample in in_process]
+    assert persists or in_workers == in_process
 
 
 def test_without_batches_of_its_own_a_loader_seeds_its_samples_too(tmp_path: Path) -> None:
@@ -123,7 +129,7 @@ def test_another_seed_of_the_run_is_another_seed_of_every_sample(tmp_path: Path)
     assert not {*first} & {*second}
 
 
-def test_a_number_of_workers_that_changes_in_mid_epoch_changes_nothing_and_is_not_warned_of(
+def test_another_number_of_workers_in_mid_epoch_changes_nothing(
     run_dir: Path,
 ) -> None:
     expected = leg(run_dir.parent / "one", 0)
@@ -171,6 +177,30 @@ def test_in_process_the_trainings_own_generators_stay_where_they_were(run_dir: P
     assert seen == [draw() for _ in range(6)]
 
 
+class Failing(Images):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        found = super().__getitem__(index)
+        if index == 5:
+            raise OSError("no sample 5")
+        return found
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_sample_that_raises_leaves_the_trainings_generators_alone(run_dir: Path, workers: int) -> None:
+    loader = DataLoader(Failing(), BATCH, num_workers=workers, generator=torch.Generator())
+    random.seed(9), np.random.seed(9), torch.manual_seed(9)
+    found = []
+    with RunState.load(run_dir, loader=loader, sample_seeds=True) as state:
+        left = iter(state.batches())
+        while len(found) < 6:
+            with contextlib.suppress(OSError):
+                next(left)
+            found.append(draw())
+
+    random.seed(9), np.random.seed(9), torch.manual_seed(9)
+    assert found == [draw() for _ in found]
+
+
 def test_the_order_is_the_one_without_seeds(tmp_path: Path) -> None:
     with_seeds = leg(tmp_path / "with", 2)
 
@@ -181,9 +211,7 @@ def test_the_order_is_the_one_without_seeds(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("before", [True, False])
-def test_seeds_that_are_switched_in_mid_epoch_are_a_mismatch_unless_that_is_allowed(
-    run_dir: Path, before: bool
-) -> None:
+def test_seeds_switched_in_mid_epoch_are_a_mismatch_unless_allowed(run_dir: Path, before: bool) -> None:
     order = [sample[0] for _, sample in leg(run_dir.parent / "one")]
     done = leg(run_dir, 2, 3, sample_seeds=before)
 

@@ -59,7 +59,7 @@ def test_a_checkpoint_with_the_loaders_own_state_is_refused_in_mid_epoch(run_dir
         RunState.load(run_dir, loader=StatefulDataLoader(DATA))
 
 
-def test_the_epochs_data_starts_again_after_such_a_checkpoint_if_that_is_allowed(run_dir: Path) -> None:
+def test_the_epochs_data_starts_again_after_it_if_that_is_allowed(run_dir: Path) -> None:
     saved_by_its_own_state(run_dir, in_mid_epoch=True)
 
     with RunState.load(run_dir, loader=StatefulDataLoader(DATA), allow=["loader"]) as state:

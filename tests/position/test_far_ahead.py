@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import queue
 import random
 import threading
@@ -10,7 +9,6 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +20,6 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from resumable import ResumableWarning, RunState
-from resumable.loaders import choose_source
-from resumable.loaders.generators import rng
-from resumable.loaders.plain_iterable import Started
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork"),
@@ -110,20 +105,7 @@ def two_epochs(state: RunState, objects: dict[str, Any], tick: Callable[..., Non
 
 @pytest.mark.parametrize("ahead", [3, *(pytest.param(n, marks=pytest.mark.heavy) for n in (1, 2, 8))])
 def test_an_iterable_that_is_batches_ahead_is_exact(run_dir: Path, ahead: int) -> None:
-    assert differences(run_dir, training(lambda: Ahead(ahead)), two_epochs) == []
-
-
-@pytest.mark.parametrize("name", DRAWS)
-@pytest.mark.quick(4)
-def test_it_is_exact_whichever_generators_the_two_share(run_dir: Path, name: str) -> None:
-    def loop(state: RunState, objects: dict[str, Any], tick: Callable[..., None]) -> None:
-        for _ in state.epochs(2):
-            for x in state.batches():
-                # In some bodies nothing is drawn
-                train(objects, x, DRAWS[name]() if state.batch % 3 else 0.0)
-                tick(x)
-
-    assert differences(run_dir, training(lambda: Ahead(3, DRAWS[name], batches=7)), loop) == []
+    assert differences(run_dir, training(lambda: Ahead(ahead)), two_epochs, at=(1, 5, 9, 10, 11, 16)) == []
 
 
 @pytest.mark.cuda
@@ -177,7 +159,7 @@ def test_what_is_ahead_in_through_too_is_exact(run_dir: Path, ahead: int) -> Non
     def loop(state: RunState, objects: dict[str, Any], tick: Callable[..., None]) -> None:
         two_epochs(state, objects, tick, through=three_ahead)
 
-    assert differences(run_dir, training(lambda: Ahead(ahead, batches=7)), loop) == []
+    assert differences(run_dir, training(lambda: Ahead(ahead, batches=7)), loop, at=(1, 4, 6, 7, 8)) == []
 
 
 def test_batches_that_were_ahead_in_through_are_kept_for_a_loop_without_it(run_dir: Path) -> None:
@@ -225,72 +207,6 @@ def test_a_save_before_the_loop_has_a_generator_that_the_loop_makes_again(run_di
     torch.manual_seed(0), np.random.seed(0), random.seed(0)
 
     assert seen == [[x.tolist(), all_of_them()] for x in OwnGenerator(2, False, False)]
-
-
-# What a checkpoint has of it.
-
-
-def saved(run_dir: Path, loader: Any, noise: Draw, batches: int) -> dict[str, Any]:
-    """Return what the source of a loader has in a checkpoint after so many batches."""
-    torch.manual_seed(0), np.random.seed(0), random.seed(0)
-    with RunState.load(run_dir, loader=loader) as state:
-        for _ in state.batches():
-            noise()
-            if state.batch + 1 == batches:
-                found: dict[str, Any] = state._position.loaders["loader"].collect()["source"]
-                return found
-    raise AssertionError
-
-
-@pytest.mark.parametrize("draw", [nothing, all_of_them])
-def test_a_checkpoint_has_no_more_where_the_training_draws_nothing(run_dir: Path, draw: Draw) -> None:
-    found = saved(run_dir, Ahead(3, draw, 50), nothing, 40)
-
-    assert found.keys() == {"batches", "before", "start", "draws"}
-
-
-def test_a_checkpoint_has_only_what_the_training_drew_from(run_dir: Path) -> None:
-    found = saved(run_dir, Ahead(3, all_of_them, 100), DRAWS["numpy"], 90)["between"]
-
-    assert {kind: {*states} for kind, states in found.items()} == {"random": {"numpy"}}
-    assert [number for number, _ in found["random"]["numpy"]] == [*range(59, 90)]
-
-
-def test_the_newest_of_what_was_drawn_seldom_is_kept(run_dir: Path) -> None:
-    drawn = iter([2, 50, 60])
-    upcoming, counted = next(drawn), itertools.count(1)
-
-    def seldom() -> float:
-        nonlocal upcoming
-        if next(counted) == upcoming:
-            upcoming = next(drawn, -1)
-            return random.random()
-        return 0.0
-
-    found = saved(run_dir, Ahead(3, all_of_them, 100), seldom, 90)["between"]
-
-    assert [number for number, _ in found["random"]["python"]] == [3, 51, 61]
-
-
-def test_a_checkpoint_without_them_continues_as_it_did(run_dir: Path) -> None:
-    def made() -> Any:
-        return choose_source.make("loader", Ahead(1), {}, lambda: None, lambda: False)
-
-    whole, old, live = [], {}, {}
-    source = made()
-    for number, x in enumerate(source.open(), 1):
-        whole.append([x.tolist(), all_of_them()])
-        if number == 5:
-            old, live = source.collect(None, [], True), rng.collect()
-    rest = []
-    for _ in range(2):
-        goes_on = made()
-        goes_on.restore({name: old[name] for name in ("batches", "before", "start", "draws")}, set())
-        rng.restore(live)
-        rest.append([[x.tolist(), all_of_them()] for x in goes_on.open()])
-
-    assert "between" in old
-    assert rest == [whole[5:]] * 2
 
 
 # What no resume can repeat.
@@ -390,14 +306,7 @@ def in_a_pool() -> Iterator[int]:
         yield from pool.map(abs, range(4))
 
 
-def in_another_pool() -> Iterator[int]:
-    with ThreadPool(2) as pool:
-        yield from pool.imap(abs, range(4))
-
-
-@pytest.mark.parametrize(
-    "make", [lambda: InThread(range(4)), lambda: in_a_pool, lambda: in_another_pool], ids=["own", "a", "b"]
-)
+@pytest.mark.parametrize("make", [lambda: InThread(range(4)), lambda: in_a_pool], ids=["own", "pool"])
 def test_an_iterable_that_starts_threads_is_reported_once(run_dir: Path, make: Any) -> None:
     told: list[Any] = []
     with warnings.catch_warnings(record=True) as found, RunState.load(run_dir, loader=make()) as state:
@@ -454,23 +363,3 @@ def test_a_thread_of_the_training_itself_is_no_reason_for_a_warning(run_dir: Pat
             assert len([*batches]) == 9
     finally:
         ends.set()
-
-
-@pytest.mark.parametrize(
-    ("module", "is_told"),
-    [("multiprocessing.queues", False), ("torch.utils.data._utils.pin_memory", False), ("torchs.own", True)],
-)
-def test_a_thread_is_judged_by_whose_code_it_runs(module: str, is_told: bool) -> None:
-    ends, started = threading.Event(), Started()
-
-    def wait() -> None:
-        ends.wait()
-
-    wait.__module__ = module
-    with started:
-        thread = threading.Thread(target=wait)
-        thread.start()
-    ends.set()
-    thread.join()
-
-    assert bool(started.names) is is_told

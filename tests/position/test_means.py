@@ -243,38 +243,6 @@ def test_a_mean_that_is_not_there_is_a_key_error_with_the_names() -> None:
         found["accuracy"]
 
 
-def test_a_mean_whose_weights_are_all_zero_is_nan() -> None:
-    found = Means()
-    found.add({"loss": 1.0}, weight=0)
-
-    assert math.isnan(found["loss"])
-
-
-def test_a_mean_begun_in_inference_mode_continues_outside_of_it() -> None:
-    mean = means._Mean()
-    with torch.inference_mode():
-        found = Means()
-        found._sums["loss"] = mean
-        with torch.inference_mode(False):
-            mean.add(torch.tensor(1.0), 1.0)
-        found.add({"loss": 2.0})
-
-    mean.add(torch.tensor(3.0), torch.tensor(1.0))
-
-    assert found["loss"] == 2.0
-
-
-def test_sums_on_a_device_are_in_float64() -> None:
-    total = means._Sum()
-    terms = torch.rand(1000, dtype=torch.float64)
-
-    for term in terms:
-        total.add(term)
-
-    assert total.part is not None
-    assert total.total() == pytest.approx(math.fsum(terms.tolist()), rel=1e-14)
-
-
 def test_a_pair_of_float32_is_as_exact_as_twice_the_bits() -> None:
     pair, terms = torch.zeros(2), torch.rand(20_000, generator=torch.Generator().manual_seed(0))
 
@@ -316,27 +284,6 @@ def test_what_is_no_sum_in_a_checkpoint_is_refused(saved: Any) -> None:
         means.check(saved)
 
 
-def test_a_checkpoint_without_means_has_none(run_dir: Path) -> None:
-    state = RunState.load(run_dir)
-    saved = state._position.collect()
-    del saved["means"]
-    state.mean(loss=1)
-
-    state._position.restore(saved)
-
-    assert dict(state.means) == {}
-    state.close()
-
-
-def test_a_glance_is_the_text_of_all_means() -> None:
-    found = Means()
-    found.add({"loss": 1.23456, "accuracy": 0.5})
-
-    assert found.glance() == "loss 1.235, accuracy 0.5"
-    found.reset("loss")
-    assert found.glance() == "accuracy 0.5"
-
-
 def test_the_bar_over_the_batches_shows_the_means(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = io.StringIO()
     monkeypatch.setattr(sys, "stderr", terminal)
@@ -347,17 +294,6 @@ def test_the_bar_over_the_batches_shows_the_means(run_dir: Path, monkeypatch: py
                 state.mean(loss=batch)
 
     assert re.search(r"batch 2/3, .*loss 1\b", terminal.getvalue())
-
-
-def test_the_bar_over_steps_shows_the_means(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = io.StringIO()
-    monkeypatch.setattr(sys, "stderr", terminal)
-    monkeypatch.setattr(progress, "_EVERY_LINE", 0.0)
-    with RunState.load(run_dir, progress=True) as state:
-        for _ in state.steps(3):
-            state.mean(loss=0.25)
-
-    assert re.search(r"step 2/3, .*loss 0.25\b", terminal.getvalue())
 
 
 # On a GPU.
@@ -383,7 +319,7 @@ def test_to_add_and_to_glance_wait_for_no_gpu(run_dir: Path) -> None:
 
 
 @pytest.mark.cuda
-def test_means_on_a_gpu_after_two_resumes_are_those_of_a_run_that_never_stopped(run_dir: Path) -> None:
+def test_means_on_a_gpu_after_two_resumes_are_those_of_a_whole_run(run_dir: Path) -> None:
     def leg(run_dir: Path, stop: int) -> list[Any]:
         with RunState.load(run_dir) as state:
             for step in state.steps(stop):

@@ -274,23 +274,6 @@ def test_torch_makes_its_iterators_itself_after_close(run_dir: Path) -> None:
     assert vars(loader) == before
 
 
-def test_another_library_may_have_its_method_around_ours(run_dir: Path) -> None:
-    training = Training(run_dir)
-    ours, made = DataLoader._get_iterator, []
-
-    def theirs(loader: DataLoader[Any]) -> Any:
-        made.append(loader)
-        return ours(loader)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DataLoader, "_get_iterator", theirs)
-        training.state.close()
-        again = Training(run_dir)
-        assert len(list(again.loader)) == 3
-    assert made == [again.loader]
-    again.state.close()
-
-
 def test_workers_end_when_the_script_drops_its_loader(run_dir: Path) -> None:
     training = Training(run_dir, persistent())
     with training.state:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
-import subprocess
-import sys
 import warnings
 from collections.abc import Iterator
 from itertools import cycle, islice
@@ -91,7 +88,7 @@ def one_batch(run_dir: Path, loader: DataLoader[Any] | None = None) -> Training:
     return training
 
 
-def test_counters_of_a_run_that_is_resumed_at_every_batch_are_those_of_one_that_never_stopped(
+def test_counters_of_a_run_resumed_at_every_batch_are_those_of_a_whole_one(
     run_dir: Path,
 ) -> None:
     seen = [one_batch(run_dir).seen for _ in range(6)]
@@ -173,19 +170,20 @@ def test_the_total_of_epochs_counts_those_done_before(run_dir: Path) -> None:
     assert done == [0, 1, 2, 3]
 
 
-def test_epochs_of_a_finished_run_returns_at_once_and_says_so(
-    run_dir: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("loop", ["epochs", "steps"])
+def test_a_loop_of_a_finished_run_returns_at_once_and_says_so(
+    run_dir: Path, capsys: pytest.CaptureFixture[str], loop: str
 ) -> None:
     for _ in range(3):
-        training = Training(run_dir)
+        training = Training(run_dir, {})
         capsys.readouterr()
-        for _ in training.state.epochs(2):
-            training.epoch()
+        for _ in getattr(training.state, loop)(2):
+            training.train(torch.ones(1))
             training.state.save()
         training.state.close()
 
-    assert capsys.readouterr().out == f"{run_dir} is complete: 2 of 2 epochs are done\n"
-    assert training.state.step == 6
+    assert capsys.readouterr().out == f"{run_dir} is complete: 2 of 2 {loop} are done\n"
+    assert training.state.step == 2
 
 
 @pytest.mark.parametrize("total", [-1, 1.5, "3", True])
@@ -197,22 +195,9 @@ def test_a_total_that_is_no_count_is_a_usage_error(run_dir: Path, total: Any) ->
             next(loop(total))
 
 
-def test_after_an_early_stop_a_resume_continues_with_the_next_epoch(run_dir: Path) -> None:
-    epochs = []
-    for _ in range(3):
-        training = Training(run_dir)
-        for epoch in training.state.epochs(10):
-            epochs.append(epoch)
-            training.epoch()
-            training.state.save()
-            break
-        training.state.close()
-
-    assert epochs == [0, 1, 2]
-
-
-def test_a_save_after_the_loop_has_been_stopped_early_still_says_that_the_epoch_is_done(
-    run_dir: Path,
+@pytest.mark.parametrize("saves_inside", [True, False])
+def test_after_an_early_stop_a_resume_continues_with_the_next_epoch(
+    run_dir: Path, saves_inside: bool
 ) -> None:
     epochs = []
     for _ in range(3):
@@ -220,8 +205,11 @@ def test_a_save_after_the_loop_has_been_stopped_early_still_says_that_the_epoch_
         for epoch in training.state.epochs(10):
             epochs.append(epoch)
             training.epoch()
+            if saves_inside:
+                training.state.save()
             break
-        training.state.save()
+        if not saves_inside:
+            training.state.save()
         training.state.close()
 
     assert epochs == [0, 1, 2]
@@ -312,19 +300,6 @@ def test_an_optimizer_whose_step_calls_another_makes_one_step(run_dir: Path) -> 
         assert state.step == 3
 
 
-def test_steps_of_a_finished_run_returns_at_once_and_says_so(
-    run_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for _ in range(3):
-        state = RunState.load(run_dir)
-        capsys.readouterr()
-        for _ in state.steps(3):
-            state.save()
-        state.close()
-
-    assert capsys.readouterr().out == f"{run_dir} is complete: 3 of 3 steps are done\n"
-
-
 # batches().
 
 
@@ -392,62 +367,6 @@ def test_enumerate_takes_what_batches_takes(run_dir: Path, options: dict[str, An
     assert indexed(Training(run_dir), **options) == [(2, 2)]
 
 
-def test_enumerate_over_an_epoch_whose_batches_are_done_is_empty(run_dir: Path) -> None:
-    for _ in range(3):
-        one_batch(run_dir)
-    training = Training(run_dir)
-
-    assert [indexed(training) for _ in training.state.epochs(1)] == [[]]
-
-
-def test_a_break_out_of_enumerate_ends_the_epochs_batches(run_dir: Path) -> None:
-    training = Training(run_dir)
-    seen = []
-
-    for epoch in training.state.epochs(2):
-        for index, batch in training.state.enumerate():
-            seen.append((epoch, index))
-            training.train(batch)
-            if index == 1:
-                break
-
-    assert seen == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    assert training.counters() == (2, 0, 4, 16)
-
-
-class _OneAhead:
-    """An object that has always asked for one more than it has given."""
-
-    def __init__(self, batches: Any) -> None:
-        self.batches = iter(batches)
-        self.fetch()
-
-    def fetch(self) -> None:
-        self.next = next(self.batches, None)
-
-    def __iter__(self) -> _OneAhead:
-        return self
-
-    def __next__(self) -> Any:
-        found = self.next
-        if found is None:
-            raise StopIteration
-        self.fetch()
-        return found
-
-
-def test_a_stream_prefetcher_around_enumerate_gets_the_right_indices(run_dir: Path) -> None:
-    training = Training(run_dir)
-    seen = []
-
-    for index, batch in _OneAhead(training.state.enumerate()):
-        seen.append((index, batch.flatten().tolist()[0]))
-        training.train(batch)
-
-    assert seen == [(0, 0.0), (1, 4.0), (2, 8.0)]
-    assert training.state.samples == 10
-
-
 def test_batches_of_a_stream_have_no_length(run_dir: Path) -> None:
     with pytest.raises(TypeError, match="has no len"):
         len(RunState.load(run_dir, loader=DataLoader(Stream())).batches())
@@ -460,15 +379,6 @@ def test_batches_twice_in_one_epoch_is_a_usage_error(run_dir: Path) -> None:
         training.epoch()
         with pytest.raises(UsageError, match="looped over already"):
             training.epoch()
-
-
-def test_batches_inside_its_own_loop_is_a_usage_error(run_dir: Path) -> None:
-    training = Training(run_dir)
-
-    for _ in training.state.batches():
-        with pytest.raises(UsageError, match="looped over already"):
-            training.epoch()
-        break
 
 
 def test_without_epochs_the_next_loop_is_the_next_epoch(run_dir: Path) -> None:
@@ -503,17 +413,14 @@ def test_without_epochs_a_save_in_the_second_loader_does_not_repeat_the_first(ru
 def test_batches_without_the_name_of_one_loader_is_a_usage_error(
     run_dir: Path, which: Any, what: str
 ) -> None:
+    with pytest.raises(UsageError, match="was given none"):
+        RunState.load(run_dir).batches()
     state = RunState.load(run_dir, loader={"train": numbers(), "val": numbers()})
+    with pytest.raises(UsageError, match="this DataLoader was not given to RunState, which was given: train"):
+        state.batches(numbers())
 
     with pytest.raises(UsageError, match=f"{what}; RunState was given: train, val"):
         state.batches(which)
-
-
-def test_batches_of_a_dataloader_that_was_not_given_is_a_usage_error(run_dir: Path) -> None:
-    state = RunState.load(run_dir, loader={"train": numbers()})
-
-    with pytest.raises(UsageError, match="this DataLoader was not given to RunState, which was given: train"):
-        state.batches(numbers())
 
 
 def test_a_loader_is_found_by_its_name_and_by_itself(run_dir: Path) -> None:
@@ -522,11 +429,6 @@ def test_a_loader_is_found_by_its_name_and_by_itself(run_dir: Path) -> None:
 
     assert len(state.batches("val")) == len(state.batches(loaders["val"])) == 1
     assert len(RunState.load(run_dir, loader=loaders["train"]).batches()) == 3
-
-
-def test_batches_without_any_loader_is_a_usage_error(run_dir: Path) -> None:
-    with pytest.raises(UsageError, match="was given none"):
-        RunState.load(run_dir).batches()
 
 
 @pytest.mark.parametrize("loader", [3, nn.Linear(1, 1)])
@@ -576,35 +478,26 @@ def interrupted(training: Training, fed: list[list[float]], at: int, *, is_train
                 raise KeyboardInterrupt
 
 
-def test_a_save_while_handling_an_interrupt_warns_and_continues_with_the_next_batch(run_dir: Path) -> None:
+@pytest.mark.parametrize("is_handled", [True, False])
+def test_a_save_after_an_interrupt_continues_with_the_next_batch(run_dir: Path, is_handled: bool) -> None:
     fed: list[list[float]] = []
     for at in range(2):
         training = Training(run_dir)
         try:
             interrupted(training, fed, at)
         except KeyboardInterrupt:
-            with pytest.warns(ResumableWarning, match="that is not a boundary"):
-                training.state.save()
+            if not is_handled:
+                with pytest.warns(ResumableWarning, match="that is not a boundary"):
+                    training.state.save()
+        if is_handled:
+            training.state.save()
         training.state.close()
     fed += Training(run_dir).epoch()
 
     assert fed == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
 
 
-def test_a_save_after_an_interrupt_was_handled_does_not_skip_the_rest_of_the_epoch(run_dir: Path) -> None:
-    fed: list[list[float]] = []
-    for at in range(2):
-        training = Training(run_dir)
-        with pytest.raises(KeyboardInterrupt):
-            interrupted(training, fed, at)
-        training.state.save()
-        training.state.close()
-    fed += Training(run_dir).epoch()
-
-    assert fed == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
-
-
-def test_after_an_interrupt_the_same_object_continues_with_the_rest_of_the_epoch(run_dir: Path) -> None:
+def test_after_an_interrupt_the_same_object_continues_the_epoch(run_dir: Path) -> None:
     training = Training(run_dir)
     fed: list[list[float]] = []
 
@@ -618,7 +511,7 @@ def test_after_an_interrupt_the_same_object_continues_with_the_rest_of_the_epoch
     assert training.counters() == (1, 0, 3, 10)
 
 
-def test_an_interrupt_before_the_optimizers_step_leaves_the_batch_to_be_trained(run_dir: Path) -> None:
+def test_an_interrupt_before_the_step_leaves_the_batch_to_be_trained(run_dir: Path) -> None:
     fed: list[list[float]] = []
     for at in (1, 2):
         training = Training(run_dir)
@@ -632,7 +525,7 @@ def test_an_interrupt_before_the_optimizers_step_leaves_the_batch_to_be_trained(
     assert [c.about.samples for c in Run(run_dir).checkpoints()] == [4, 8]
 
 
-def test_an_iterator_that_was_kept_through_an_interrupt_does_not_disturb_what_continues(
+def test_an_iterator_kept_through_an_interrupt_disturbs_nothing(
     run_dir: Path,
 ) -> None:
     training = Training(run_dir)
@@ -649,47 +542,6 @@ def test_an_iterator_that_was_kept_through_an_interrupt_does_not_disturb_what_co
 
     assert fed == [[4, 5, 6, 7], [8, 9]]
     assert training.counters() == (1, 0, 3, 10)
-
-
-class Failing(torch.utils.data.Dataset[torch.Tensor]):
-    """Ten numbers, one of which cannot be read."""
-
-    def __len__(self) -> int:
-        return 10
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        if index == 5:
-            raise OSError("cannot be read")
-        return torch.tensor(float(index))
-
-
-def test_a_save_while_handling_a_failed_load_of_a_batch_warns_too(run_dir: Path) -> None:
-    for _ in range(2):
-        training = Training(run_dir, DataLoader(Failing(), 4))
-        try:
-            for _ in training.state.epochs(1):
-                training.epoch()
-        except OSError:
-            with pytest.warns(ResumableWarning, match="that is not a boundary"):
-                training.state.save()
-        training.state.close()
-
-    assert [(c.about.epoch, c.about.batch) for c in Run(run_dir).checkpoints()] == [(0, 1), (0, 1)]
-
-
-@pytest.mark.filterwarnings("ignore:next.. took")
-def test_an_iterator_that_was_kept_does_not_disturb_the_next_epoch(run_dir: Path) -> None:
-    training = Training(run_dir, every=None)
-    seen = []
-
-    for _ in training.state.epochs(3):
-        batches = iter(training.state.batches())
-        for _ in range(2):
-            training.train(next(batches))
-        seen.append(training.state.save().wait() or training.counters())
-
-    assert seen == [(0, 1, 2, 4), (1, 1, 4, 12), (2, 1, 6, 20)]
-    assert [(c.about.epoch, c.about.batch) for c in Run(run_dir).checkpoints()] == [(0, 2), (1, 2), (2, 2)]
 
 
 @pytest.mark.filterwarnings("ignore:next.. took")
@@ -806,7 +658,7 @@ def test_a_checkpoint_says_at_which_boundary_it_was_taken(run_dir: Path) -> None
     assert found == [Boundary.OUTSIDE, Boundary.BATCH, Boundary.BATCH, Boundary.EPOCH, Boundary.STEP]
 
 
-def test_a_save_in_an_epoch_over_a_loader_that_is_not_ours_says_that_the_epoch_is_done(run_dir: Path) -> None:
+def test_a_save_in_an_epoch_over_another_loader_says_that_it_is_done(run_dir: Path) -> None:
     epochs = []
     for _ in range(3):
         training = Training(run_dir, loader={})
@@ -867,7 +719,7 @@ def test_other_data_in_mid_epoch_can_be_allowed_and_begins_the_epoch_again(run_d
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("stop", [2, 5])
-def test_after_batches_of_another_size_the_next_epoch_has_the_order_that_it_would_have_had(
+def test_after_batches_of_another_size_the_next_epoch_has_its_order(
     run_dir: Path, workers: int, stop: int
 ) -> None:
     def shuffled(size: int) -> DataLoader[Any]:
@@ -907,7 +759,7 @@ def test_other_data_at_the_epochs_end_is_a_warning_once(run_dir: Path) -> None:
     assert quiet.epoch() == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
 
 
-def test_a_random_generator_that_only_the_code_has_does_not_fit_unless_it_is_allowed(run_dir: Path) -> None:
+def test_a_generator_that_only_the_code_has_does_not_fit_unless_allowed(run_dir: Path) -> None:
     save_in_epoch(run_dir, numbers(10, 4, shuffle=True), 1)
     save_in_epoch(run_dir, numbers(10, 4, shuffle=True), 2)
     loader = numbers(10, 4, shuffle=True, generator=torch.Generator())
@@ -921,9 +773,7 @@ def test_a_random_generator_that_only_the_code_has_does_not_fit_unless_it_is_all
     ("indices", "text"),
     [([1, 2, 3], "it has 1 batches now, and 2 were drawn"), (range(8), "batch 2 is of other samples now")],
 )
-def test_an_order_that_cannot_be_drawn_again_is_named_when_the_batches_are_asked_for(
-    run_dir: Path, indices: Any, text: str
-) -> None:
+def test_an_order_that_cannot_be_drawn_again_is_named(run_dir: Path, indices: Any, text: str) -> None:
     save_in_epoch(run_dir, numbers(sampler=SubsetRandomSampler(range(2, 10))), 1)
     save_in_epoch(run_dir, numbers(sampler=SubsetRandomSampler(range(2, 10))), 2)
 
@@ -953,7 +803,7 @@ def train_on(parts: dict[str, Any]) -> None:
         step(parts, batch)
 
 
-def test_a_loader_that_is_trained_from_directly_is_refused_at_its_second_batch(run_dir: Path) -> None:
+def test_a_loader_trained_from_directly_is_refused_at_its_second_batch(run_dir: Path) -> None:
     parts = small()
     with RunState.load(run_dir, **parts, every=None) as state:
         for _ in state.epochs(1):
@@ -997,7 +847,7 @@ def drawn(state: RunState, parts: dict[str, Any], leave_after: int) -> list[floa
     return numbers
 
 
-def test_a_loop_that_is_entered_again_after_a_resume_continues_with_the_same_numbers(run_dir: Path) -> None:
+def test_a_loop_entered_again_after_a_resume_continues_with_its_numbers(run_dir: Path) -> None:
     torch.manual_seed(0)
     parts = small()
     expected = drawn(RunState.load(run_dir / "straight", **parts), parts, leave_after=9)
@@ -1043,37 +893,18 @@ def test_epochs_that_are_left_after_the_batches_continue_with_the_next_epoch(run
 
 
 @pytest.mark.parametrize(
-    ("cut", "name"), [(lambda b: islice(b, 2), "islice"), (lambda b: zip(b, range(2), strict=False), "zip")]
+    ("cut", "text"),
+    [
+        (lambda batches: islice(batches, 2), r"cut by islice\(\), which counts from 0 again"),
+        (lambda batches: zip(batches, range(2), strict=False), r"cut by zip\(\), which counts from 0 again"),
+        (cycle, r"cycle\(\) repeats only the batches"),
+    ],
 )
-def test_a_loop_that_is_cut_by_a_counter_of_pythons_is_reported(run_dir: Path, cut: Any, name: str) -> None:
+def test_a_loop_that_is_cut_by_a_counter_of_pythons_is_reported(run_dir: Path, cut: Any, text: str) -> None:
     training = Training(run_dir)
 
-    with pytest.warns(ResumableWarning, match=rf"cut by {name}\(\), which counts from 0 again"):
+    with pytest.warns(ResumableWarning, match=text):
         next(cut(training.state.batches()))
-
-
-class Collecting:
-    """Batches of indices that grow everything old whose loop is just being made."""
-
-    def __iter__(self) -> Iterator[list[int]]:
-        gc.collect()
-        return iter([[0], [1], [2]])
-
-
-def test_a_counter_that_is_older_than_the_loop_is_reported(run_dir: Path) -> None:
-    # zip() makes the tuple of its iterators before it asks for them.
-    loader = DataLoader(TensorDataset(torch.zeros(3)), batch_sampler=Collecting())
-    state = RunState.load(run_dir, loader=loader)
-
-    with pytest.warns(ResumableWarning, match=r"cut by zip\(\)"):
-        next(zip(state.batches(), range(2), strict=False))
-
-
-def test_a_cycle_over_the_batches_is_reported(run_dir: Path) -> None:
-    training = Training(run_dir)
-
-    with pytest.warns(ResumableWarning, match=r"cycle\(\) repeats only the batches"):
-        next(cycle(training.state.batches()))
 
 
 def one_ahead(batches: Iterator[Any]) -> Iterator[tuple[Any, bool]]:
@@ -1216,23 +1047,3 @@ def test_a_batch_whose_loading_moves_the_training_is_not_handed_out(run_dir: Pat
     with pytest.raises(UsageError, match="looped over already"):
         go_back_in_a_sample(run_dir, seen)
     assert seen == [0, 1, 2, 3, 4]
-
-
-LEFT_OPEN = """
-import sys, torch
-from torch.utils.data import DataLoader
-from resumable import RunState
-model = torch.nn.Linear(1, 1)
-with RunState.load(sys.argv[1], model=model, loader=DataLoader(torch.zeros(9, 1))) as state:
-    batches = iter(state.batches())
-    for _ in state.steps(2):
-        next(batches)
-"""
-
-
-def test_an_iterator_that_is_there_at_the_scripts_end_says_nothing(run_dir: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", LEFT_OPEN, str(run_dir)], capture_output=True, text=True, check=True
-    )
-
-    assert "Exception ignored" not in done.stderr
