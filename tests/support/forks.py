@@ -22,6 +22,7 @@ import tempfile
 import time
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -31,6 +32,10 @@ LATE = 124
 """The code of what was ended by its deadline, as timeout(1) has it."""
 
 _READ_AT_START = ("RESUMABLE_STILL", "PYTHONHASHSEED", "OMP_NUM_THREADS")
+
+Command = Sequence[object]
+Function = Callable[..., Any]
+Env = Mapping[str, str] | None
 
 # Of a moment at which no test has changed it
 _ENVIRONMENT = dict(os.environ)
@@ -129,9 +134,7 @@ class Forks:
         """Return what begins forks of another process, which has imported these modules too."""
         return self._others.setdefault(modules, Forks(*modules))
 
-    def run(
-        self, command: Sequence[object], folder: Path, *, environment: Env = None, deadline: float = 60
-    ) -> Life:
+    def run(self, command: Command, folder: Path, *, environment: Env = None, deadline: float = 60) -> Life:
         """Run `python COMMAND` in a folder to its end; COMMAND may name Python too.
 
         The environment is added to that of this process.
@@ -139,49 +142,60 @@ class Forks:
         return self.begin(command, folder, environment=environment, deadline=deadline).ended()
 
     def call(
-        self,
-        function: Callable[..., Any],
-        *arguments: Any,
-        folder: Path,
-        environment: Env = None,
-        deadline: float = 60,
+        self, function: Function, *arguments: Any, folder: Path, environment: Env = None, deadline: float = 60
     ) -> Life:
         """Call a function of a module, with one thread, in a process of its own, to its end."""
-        return self.begin(function, folder, *arguments, environment=environment, deadline=deadline).ended()
+        how: Any = {"folder": folder, "environment": environment, "deadline": deadline}
+        return self.begin_call(function, *arguments, **how).ended()
 
     def begin(
         self,
-        what: Sequence[object] | Callable[..., Any],
+        command: Command,
         folder: Path,
-        *arguments: Any,
+        *,
         environment: Env = None,
         deadline: float = 60,
         stop: Stop | None = None,
     ) -> Child:
-        """Begin what `run` and `call` do, and return while it runs."""
-        out, err = tempfile.TemporaryFile(), tempfile.TemporaryFile()
-        order = {"environment": {**os.environ, **(environment or {})}, "deadline": deadline, "stop": stop}
-        return self._begin(order, what, arguments, folder, out, err)
+        """Begin what `run` does, and return while it runs."""
+        what = {"command": _arguments(command), "stop": stop, "deadline": deadline}
+        return self._begin(what, folder, {**os.environ, **(environment or {})})
+
+    def begin_call(
+        self,
+        function: Function,
+        *arguments: Any,
+        folder: Path,
+        environment: Env = None,
+        deadline: float = 60,
+        stop: Stop | None = None,
+    ) -> Child:
+        """Begin what `call` does, and return while it runs."""
+        called = {"call": pickle.dumps((function, arguments)), "path": sys.path}
+        what = {"command": None, **called, "stop": stop, "deadline": deadline}
+        return self._begin(what, folder, {**os.environ, **(environment or {})})
 
     def kill_and_resume(
         self,
-        script: Path | str,
-        *arguments: object,
+        script: Path | str | Function,
+        *arguments: Any,
         folder: Path,
         at: Sequence[int | Stop],
         environment: Env = None,
         deadline: float = 60,
     ) -> Life:
-        """Run a script that is killed right after so many steps of each life; return its last life.
+        """Run a script or function, killed after so many steps of each life; return the last life.
 
         A step is one of an optimizer, counted in that life. After `at` comes a life that runs to its end.
         """
-        how: Any = {"environment": environment, "deadline": deadline}
-        for number, stop in enumerate(at):
-            stop = stop if isinstance(stop, Stop) else Stop(stop)
-            life = self.begin([script, *arguments], folder, **how, stop=stop).ended()
+        how: Any = {"folder": folder, "environment": environment, "deadline": deadline}
+        begin: Any = partial(self.begin_call, script) if callable(script) else self.begin
+        what = arguments if callable(script) else ([script, *arguments],)
+        for number, each in enumerate(at):
+            stop = each if isinstance(each, Stop) else Stop(each)
+            life = begin(*what, **how, stop=stop).ended()
             assert life.code == -stop.signal, f"life {number} ended with {life.code}, {stop}:\n{life.err}"
-        return self.run([script, *arguments], folder, **how).checked()
+        return begin(*what, **how).ended().checked()
 
     def __call__(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> int:
         """Start a command as `audit(start=...)` wants it: in this folder, with this environment and log."""
@@ -189,20 +203,20 @@ class Forks:
             from resumable.audit import trials
 
             return trials.start(command, environment, log)
-        order = {"environment": dict(environment), "deadline": 300, "stop": None}
+        order = {"command": _arguments(command), "stop": None, "deadline": 300}
         with log.open("w+b") as file:
-            return self._begin(order, command, (), Path.cwd(), file, file).ended().code
+            return self._begin(order, Path.cwd(), environment, file, file).ended().code
 
     def _begin(
-        self, order: dict[str, Any], what: Any, arguments: Any, folder: Path, out: IO[bytes], err: IO[bytes]
+        self,
+        order: dict[str, Any],
+        folder: Path,
+        environment: Mapping[str, str],
+        out: IO[bytes] | None = None,
+        err: IO[bytes] | None = None,
     ) -> Child:
-        order |= {"folder": str(folder), "call": None, "command": None, "path": sys.path}
-        if callable(what):
-            order["call"] = pickle.dumps((what, arguments))
-        else:
-            command = [*map(str, what)]
-            order["command"] = command[1:] if command[0] == sys.executable else command
-        return Child(order, self._begun(), out, err)
+        order |= {"folder": str(folder), "environment": {**environment}}
+        return Child(order, self._begun(), out or tempfile.TemporaryFile(), err or tempfile.TemporaryFile())
 
     def _begun(self) -> socket.socket:
         if self._server is None:
@@ -223,15 +237,17 @@ class Forks:
             self._server.wait()
 
 
-Env = Mapping[str, str] | None
-
-
 @pytest.fixture(scope="session")
 def forks() -> Iterator[Forks]:
     """What begins processes as forks of an interpreter that has imported torch."""
     begun = Forks()
     yield begun
     begun.close()
+
+
+def _arguments(command: Command) -> list[str]:
+    arguments = [*map(str, command)]
+    return arguments[1:] if arguments[0] == sys.executable else arguments
 
 
 def _text(file: IO[bytes]) -> str:
