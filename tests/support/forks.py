@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import select
 import selectors
 import signal
 import socket
@@ -37,6 +38,8 @@ Command = Sequence[object]
 Function = Callable[..., Any]
 Env = Mapping[str, str] | None
 
+# Of two threads on two busy cores one waits for the other most of the time.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Of a moment at which no test has changed it
 _ENVIRONMENT = dict(os.environ)
 
@@ -69,32 +72,28 @@ class Child:
     def __init__(self, order: Mapping[str, Any], server: socket.socket, out: IO[bytes], err: IO[bytes]):
         self._life: Life | None = None
         self._out, self._err, self._deadline = out, err, order["deadline"]
-        mine, theirs = socket.socketpair()
+        self._answers, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with tempfile.TemporaryFile() as file, theirs:
             pickle.dump(order, file)
             file.flush()
             fds = [one.fileno() for one in (theirs, file, out, err)]
             socket.send_fds(server, [str(self._deadline).encode()], fds)
-        self._answers = mine.makefile("r")
-        self._socket = mine
-        self.pid = int(self._answers.readline())
+        self.pid = int(self._answers.recv(32))
 
     @property
     def out(self) -> str:
         """What it has printed so far."""
-        return _text(self._out)
+        return self._life.out if self._life else _text(self._out)
 
     @property
     def err(self) -> str:
         """What it has written to stderr so far."""
-        return _text(self._err)
+        return self._life.err if self._life else _text(self._err)
 
     @property
     def is_alive(self) -> bool:
         """Whether it has not ended."""
-        with selectors.DefaultSelector() as poll:
-            poll.register(self._socket, selectors.EVENT_READ)
-            return self._life is None and not poll.select(0)
+        return self._life is None and not select.select([self._answers], [], [], 0)[0]
 
     def send(self, number: int) -> None:
         """Send it a signal, unless it has ended."""
@@ -115,10 +114,17 @@ class Child:
     def ended(self) -> Life:
         """Wait until it has ended."""
         if self._life is None:
-            code = int(self._answers.readline())
+            code = int(self._answers.recv(32))
             said = f"\nended after {self._deadline} s, its deadline\n" if code == LATE else ""
             self._life = Life(code, self.out, self.err + said)
+            self._close()
         return self._life
+
+    def _close(self) -> None:
+        for one in (self._answers, self._out, self._err):
+            one.close()
+
+    __del__ = _close
 
 
 class Forks:
@@ -128,11 +134,18 @@ class Forks:
         self._modules = modules
         self._server: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket
-        self._others: dict[tuple[str, ...], Forks] = {}
+        self._other: Forks | None = None
 
     def preload(self, *modules: str) -> Forks:
-        """Return what begins forks of another process, which has imported these modules too."""
-        return self._others.setdefault(modules, Forks(*modules))
+        """Return what begins forks of another process, which has imported these modules too.
+
+        A script stands for what it imports. There is one such process at a time.
+        """
+        if self._other is None or self._other._modules != modules:
+            if self._other:
+                self._other.close()
+            self._other = Forks(*modules)
+        return self._other
 
     def run(self, command: Command, folder: Path, *, environment: Env = None, deadline: float = 60) -> Life:
         """Run `python COMMAND` in a folder to its end; COMMAND may name Python too.
@@ -229,12 +242,13 @@ class Forks:
         return self._socket
 
     def close(self) -> None:
-        """End the servers, and what they have forked."""
-        for other in self._others.values():
-            other.close()
+        """End its processes; another call begins new ones."""
+        if self._other:
+            self._other.close()
         if self._server:
             self._socket.close()
             self._server.wait()
+            self._server = None
 
 
 @pytest.fixture(scope="session")
@@ -264,7 +278,7 @@ class _Served:
         self.pid, self.answers, self.fd = pid, answers, os.pidfd_open(pid)
         self.end = time.monotonic() + deadline
         self.is_late = False
-        answers.send(f"{pid}\n".encode())
+        answers.send(str(pid).encode())
 
     def end_if_late(self) -> None:
         """Let it tell where it hangs, and a second later kill it."""
@@ -287,7 +301,7 @@ class _Served:
         self.kill()
         code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         with contextlib.suppress(BrokenPipeError):
-            self.answers.send(f"{LATE if self.is_late else code}\n".encode())
+            self.answers.send(str(LATE if self.is_late else code).encode())
         os.close(self.fd)
         self.answers.close()
 
@@ -359,7 +373,9 @@ def _warm(modules: Sequence[str]) -> None:
     import resumable.state  # noqa: F401
 
     for module in modules:
-        importlib.import_module(module)
+        for name, attribute in _imports(module) if module.endswith(".py") else [(module, "")]:
+            # Some packages import what is behind a name when it is asked for
+            getattr(importlib.import_module(name), attribute, None)
     threads = torch.get_num_threads()
     # A pool of threads would be gone in the forks, and waited for
     torch.set_num_threads(1)
@@ -374,6 +390,16 @@ def _warm(modules: Sequence[str]) -> None:
     gc.collect()
     # What was imported is neither copied nor looked through again in every fork
     gc.freeze()
+
+
+def _imports(script: str) -> Iterator[tuple[str, str]]:
+    import ast
+
+    for node in ast.walk(ast.parse(Path(script).read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, "") for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from ((node.module, alias.name) for alias in node.names)
 
 
 def _become(order: dict[str, Any], out: int, err: int) -> None:
