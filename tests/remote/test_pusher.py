@@ -422,7 +422,6 @@ def test_a_script_that_ends_without_close_says_what_is_missing(tmp_path: Path) -
 
 def preempted(rank: int, run_dir: Path, options: dict[str, Any]) -> None:
     """Be told to leave, with a remote that is gone."""
-    os.setpgid(0, 0)
     warnings.simplefilter("ignore", ResumableWarning)
     training = Training()
     with training.load(run_dir, **options) as state:

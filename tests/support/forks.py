@@ -10,6 +10,7 @@ Output is written line by line, as to a terminal: a process that is killed loses
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import pickle
@@ -93,7 +94,11 @@ class Child:
     @property
     def is_alive(self) -> bool:
         """Whether it has not ended."""
-        return self._life is None and not select.select([self._answers], [], [], 0)[0]
+        return not self.has_ended(0)
+
+    def has_ended(self, within: float) -> bool:
+        """Return whether it ends within so many seconds."""
+        return self._life is not None or bool(select.select([self._answers], [], [], within)[0])
 
     def send(self, number: int) -> None:
         """Send it a signal, unless it has ended."""
@@ -251,12 +256,14 @@ class Forks:
             self._server = None
 
 
+WARM = Forks()
+atexit.register(WARM.close)
+
+
 @pytest.fixture(scope="session")
-def forks() -> Iterator[Forks]:
+def forks() -> Forks:
     """What begins processes as forks of an interpreter that has imported torch."""
-    begun = Forks()
-    yield begun
-    begun.close()
+    return WARM
 
 
 def _arguments(command: Command) -> list[str]:
@@ -520,7 +527,6 @@ def _main(orders: int, *modules: str) -> None:
 
 def _end(code: int) -> None:
     """End as Python does, but for what is the server's: to take its modules apart takes 0.3 s."""
-    import atexit
     import gc
     import threading
 

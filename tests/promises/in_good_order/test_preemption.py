@@ -56,7 +56,6 @@ def train(
     _: int, run_dir: Path, where: str, at: int | None, number: signal.Signals, is_group: bool, **options: Any
 ) -> tuple[str, int]:
     """Train to the end, or until the signal that comes at step `at`."""
-    os.setpgid(0, 0)
     for seed in (random.seed, np.random.seed, torch.manual_seed):
         seed(0)
     send = sender(number, is_group=is_group)
