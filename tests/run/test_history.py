@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -205,7 +206,7 @@ def test_a_save_whose_process_was_killed_before_it_noted_it_is_added_by_the_next
     for number, came_from in ((1, None), (3, 2)):
         place = {"tests": str(Path(__file__).parent), "run": str(run.path)}
         script = KILLED.format(**place, number=number, came_from=came_from)
-        life = forks.run(["-c", script], run.path)
+        life = forks.run(["-c", script], run.path, environment={"PYTHONPATH": os.pathsep.join(sys.path)})
         assert life.code == -signal.SIGKILL, life.err
     run.acquire()
     History(run).begin(HERE, 4)
