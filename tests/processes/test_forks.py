@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -74,8 +75,9 @@ def test_a_killed_training_is_in_forks_what_it_is_in_real_processes(forks: Forks
                 life = started(command, folder, environment)
             else:
                 life = forks.run(command, folder, environment=environment)
-            errors = life.err.replace(str(folder), "FOLDER")
-            found.setdefault(how, []).append(life._replace(err=errors))
+            errors = re.sub(".*save.. has waited.*\n", "", life.err.replace(str(folder), "FOLDER"))
+            out = re.sub(r"\([0-9.]+ m?s\)", "(so long)", life.out)
+            found.setdefault(how, []).append(Life(life.code, out, errors))
 
     for how, code in HOWS.items():
         real, forked = found[how]

@@ -212,7 +212,7 @@ def _command(command: list[str]) -> Callable[[], object]:
         command = command[2:]
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    sys.path[1:1] = [one for one in paths if one and one not in sys.path]
+    sys.path[1:1] = [one for one in paths if one and one not in sys.path[1:]]
     sys.argv = command
     if command[0] == "-m":
         sys.argv = command[1:]
