@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -290,15 +291,15 @@ def test_a_checkpoint_can_be_named_to_push(runs: Path, which: str, capsys: Captu
     assert main(["push", which, f"file://{runs.parent}/there", "--which", "all"]) == 2
 
 
-def test_export_writes_to_stdout(runs: Path) -> None:
+def test_export_writes_to_stdout(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from safetensors.torch import load
 
-    command = [sys.executable, "-m", "resumable", "export", "runs/exp@2", "-o", "-"]
-    done = subprocess.run(command, capture_output=True, check=True)
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written := io.BytesIO()))
+    assert main(["export", "runs/exp@2", "-o", "-"]) == 0
 
     [folder] = runs.glob("exp/checkpoints/000002-*")
     there = load((folder / "model.safetensors").read_bytes())
-    sent = load(done.stdout)
+    sent = load(written.getvalue())
     assert sorted(sent) == ["bias", "weight"]
     assert {str(one.tolist()) for one in sent.values()} == {str(one.tolist()) for one in there.values()}
 

@@ -77,7 +77,7 @@ class Child:
             file.flush()
             fds = [one.fileno() for one in (theirs, file, out, err)]
             socket.send_fds(server, [str(self._deadline).encode()], fds)
-        self.pid = int(self._answers.recv(32))
+        self.pid = int(self._answer())
 
     @property
     def out(self) -> str:
@@ -117,11 +117,16 @@ class Child:
     def ended(self) -> Life:
         """Wait until it has ended."""
         if self._life is None:
-            code = self._answers.recv(32).decode()
+            code = self._answer()
             said = f"\nended after {self._deadline} s, its deadline\n" if code == "late" else ""
             self._life = Life(LATE if code == "late" else int(code), self.out, self.err + said)
             self._close()
         return self._life
+
+    def _answer(self) -> str:
+        answer = self._answers.recv(32).decode()
+        assert answer, "the process that forks has ended; stderr says why"
+        return answer
 
     def _close(self) -> None:
         for one in (self._answers, self._out, self._err):
@@ -150,19 +155,13 @@ class Forks:
             self._other = Forks(*modules)
         return self._other
 
-    def run(self, command: Command, folder: Path, *, environment: Env = None, deadline: float = 60) -> Life:
-        """Run `python COMMAND` in a folder to its end; COMMAND may name Python too.
+    def run(self, command: Command, folder: Path, **how: Any) -> Life:
+        """Run `python COMMAND` in a folder to its end, as `begin` begins it."""
+        return self.begin(command, folder, **how).ended()
 
-        The environment is added to that of this process.
-        """
-        return self.begin(command, folder, environment=environment, deadline=deadline).ended()
-
-    def call(
-        self, function: Function, *arguments: Any, folder: Path, environment: Env = None, deadline: float = 60
-    ) -> Life:
-        """Call a function of a module, with one thread, in a process of its own, to its end."""
-        how: Any = {"folder": folder, "environment": environment, "deadline": deadline}
-        return self.begin_call(function, *arguments, **how).ended()
+    def call(self, function: Function, *arguments: Any, folder: Path, **how: Any) -> Life:
+        """Call a function in a process of its own to its end, as `begin_call` begins it."""
+        return self.begin_call(function, *arguments, folder=folder, **how).ended()
 
     def begin(
         self,
@@ -173,7 +172,10 @@ class Forks:
         deadline: float = 60,
         stop: Stop | None = None,
     ) -> Child:
-        """Begin what `run` does, and return while it runs."""
+        """Begin `python COMMAND`, which may name Python too, with more environment than this process has.
+
+        It ends at its deadline, so many seconds later, or by itself at a stop.
+        """
         what = {"command": _arguments(command), "stop": stop and tuple(stop), "deadline": deadline}
         return self._begin(what, folder, {**os.environ, **(environment or {})})
 
@@ -186,7 +188,7 @@ class Forks:
         deadline: float = 60,
         stop: Stop | None = None,
     ) -> Child:
-        """Begin what `call` does, and return while it runs."""
+        """Begin a call of a module's function, with one thread, as `begin` begins a command."""
         called = {"call": pickle.dumps((function, arguments)), "path": sys.path}
         what = {"command": None, **called, "stop": stop and tuple(stop), "deadline": deadline}
         return self._begin(what, folder, {**os.environ, **(environment or {})})
@@ -197,21 +199,19 @@ class Forks:
         *arguments: Any,
         folder: Path,
         at: Sequence[int | Stop],
-        environment: Env = None,
-        deadline: float = 60,
+        **how: Any,
     ) -> Life:
         """Run a script or function, killed after so many steps of each life; return the last life.
 
         A step is one of an optimizer, counted in that life. After `at` comes a life that runs to its end.
         """
-        how: Any = {"folder": folder, "environment": environment, "deadline": deadline}
         begin: Any = partial(self.begin_call, script) if callable(script) else self.begin
         what = arguments if callable(script) else ([script, *arguments],)
         for number, each in enumerate(at):
             stop = each if isinstance(each, Stop) else Stop(each)
-            life = begin(*what, **how, stop=stop).ended()
+            life = begin(*what, folder=folder, stop=stop, **how).ended()
             assert life.code == -stop.signal, f"life {number} ended with {life.code}, {stop}:\n{life.err}"
-        return begin(*what, **how).ended().checked()
+        return begin(*what, folder=folder, **how).ended().checked()
 
     def __call__(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> int:
         """Start a command as `audit(start=...)` wants it: in this folder, with this environment and log."""
@@ -235,7 +235,7 @@ class Forks:
         return Child(order, self._begun(), out or tempfile.TemporaryFile(), err or tempfile.TemporaryFile())
 
     def _begun(self) -> socket.socket:
-        if self._server is None:
+        if self._server is None or self._server.poll() is not None:
             self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with theirs:
                 command = [sys.executable, str(_SERVER), str(theirs.fileno()), *self._modules]
