@@ -98,7 +98,7 @@ def _serve(orders: socket.socket) -> list[int]:
                 with contextlib.suppress(KeyError):
                     poll.unregister(one.answers)
                 one.bury()
-            else:
+            elif one in served:
                 # The other end was closed: nobody waits for it any more.
                 poll.unregister(one.answers)
                 one.kill()
