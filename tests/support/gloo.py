@@ -90,9 +90,9 @@ def _call(rank: int, size: int, port: Path, body: Callable[..., Any], args: Any)
         traceback.print_exc()
         found.error = exc
     found.seconds = time.monotonic() - began
-    answer = _answer(port, rank)
-    answer.with_suffix(".new").write_bytes(pickle.dumps(found))
-    answer.with_suffix(".new").rename(answer)
+    fresh = port.with_suffix(f".{rank}-new")
+    fresh.write_bytes(pickle.dumps(found))
+    fresh.rename(_answer(port, rank))
     # The store is in rank 0: it stays until the others have had their say.
     if rank == 0:
         time.sleep(0.2)
