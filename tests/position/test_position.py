@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from forks import Forks
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, SubsetRandomSampler, TensorDataset
 
@@ -1047,3 +1048,21 @@ def test_a_batch_whose_loading_moves_the_training_is_not_handed_out(run_dir: Pat
     with pytest.raises(UsageError, match="looped over already"):
         go_back_in_a_sample(run_dir, seen)
     assert seen == [0, 1, 2, 3, 4]
+
+
+LEFT_OPEN = """
+import sys, torch
+from torch.utils.data import DataLoader
+from resumable import RunState
+model = torch.nn.Linear(1, 1)
+with RunState.load(sys.argv[1], model=model, loader=DataLoader(torch.zeros(9, 1))) as state:
+    batches = iter(state.batches())
+    for _ in state.steps(2):
+        next(batches)
+"""
+
+
+def test_an_iterator_that_is_there_at_the_scripts_end_says_nothing(run_dir: Path, forks: Forks) -> None:
+    done = forks.run(["-c", LEFT_OPEN, run_dir], Path.cwd()).checked()
+
+    assert "Exception ignored" not in done.err

@@ -22,6 +22,7 @@ import gloo
 import numpy as np
 import pytest
 import torch
+from forks import Forks
 from fsspec.implementations.memory import MemoryFileSystem
 from grouped import grouped
 from servers import S3, Place
@@ -375,9 +376,34 @@ def test_what_an_unclosed_run_did_not_push_the_next_start_pushes(
     assert 1 in names()
 
 
+SCRIPT = """
+import sys
+import torch
+from resumable import Remote, RunState
+
+model = torch.nn.Linear(2, 1)
+state = RunState.load(sys.argv[1], model=model, remote=Remote(sys.argv[2], timeout=1))
+for _ in state.steps(state.step + 1):
+    state.save().wait()
+"""
+
+
+@pytest.mark.heavy
+def test_a_script_that_ends_without_close_says_what_is_missing(tmp_path: Path, forks: Forks) -> None:
+    (tmp_path / "file").touch()
+    command = ["-c", SCRIPT, tmp_path / "run"]
+    forks.run([*command, f"file://{tmp_path}/place"], tmp_path).checked()
+
+    ended = forks.run([*command, f"file://{tmp_path}/file/exp"], tmp_path).checked()
+
+    assert "Not a directory. It is tried again" in ended.err
+    assert "did not get to" in ended.err
+    assert "weakref" not in ended.err
+    assert verified(tmp_path / "run") == [1, 2]
+
+
 def preempted(rank: int, run_dir: Path, options: dict[str, Any]) -> None:
     """Be told to leave, with a remote that is gone."""
-    os.setpgid(0, 0)
     warnings.simplefilter("ignore", ResumableWarning)
     training = Training()
     with training.load(run_dir, **options) as state:

@@ -1,134 +1,273 @@
-"""Starts scripts as an audit does, each in a fork of a process that has imported torch already."""
+"""Processes of a test, each forked from one interpreter that has imported torch and the library already.
+
+A fork begins in milliseconds where `python script.py` takes seconds, and is otherwise as good as a process of
+its own: it has its folder, environment, arguments, `__main__`, output, signals, exit handlers and exit code.
+What differs: Python and torch have read some settings as the server began (the order of sets, the number of
+threads), and the server's modules are there, and are not taken apart at the end. Tests of these start Python.
+
+Output is written line by line, as to a terminal: a process that is killed loses no line.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import json
+import atexit
 import os
-import runpy
+import pickle
+import select
 import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, NamedTuple
 
 import pytest
 
-from resumable.audit import trials
+LATE = 124
+"""The code of what was ended by its deadline, as timeout(1) has it."""
 
-_LONGEST = 60
-"""What runs for more seconds in a session of its own is ended."""
+_SERVER = Path(__file__).with_name("fork_server.py")
+_READ_AT_START = ("RESUMABLE_STILL", "PYTHONHASHSEED", "OMP_NUM_THREADS")
+
+Command = Sequence[object]
+Function = Callable[..., Any]
+Env = Mapping[str, str] | None
+
+# Of two threads on two busy cores one waits for the other most of the time.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Of a moment at which no test has changed it
+_ENVIRONMENT = dict(os.environ)
+
+
+class Life(NamedTuple):
+    """How a process has ended."""
+
+    code: int
+    """Its exit code; of a signal, minus its number."""
+    out: str
+    err: str
+
+    def checked(self) -> Life:
+        """Return it if it ended well; else fail, and show its errors."""
+        assert self.code == 0, f"it ended with {self.code}:\n{self.err}"
+        return self
+
+
+class Stop(NamedTuple):
+    """A signal that a process sends to itself, so many seconds after so many steps of optimizers."""
+
+    steps: int
+    seconds: float = 0
+    signal: int = signal.SIGKILL
+
+
+class Child:
+    """A process that has begun. It is killed when the last reference to it goes."""
+
+    def __init__(self, order: Mapping[str, Any], server: socket.socket, out: IO[bytes], err: IO[bytes]):
+        self._life: Life | None = None
+        self._out, self._err, self._deadline = out, err, order["deadline"]
+        self._answers, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with tempfile.TemporaryFile() as file, theirs:
+            pickle.dump(order, file)
+            file.flush()
+            fds = [one.fileno() for one in (theirs, file, out, err)]
+            socket.send_fds(server, [str(self._deadline).encode()], fds)
+        self.pid = int(self._answer())
+
+    @property
+    def out(self) -> str:
+        """What it has printed so far."""
+        return self._life.out if self._life else _text(self._out)
+
+    @property
+    def err(self) -> str:
+        """What it has written to stderr so far."""
+        return self._life.err if self._life else _text(self._err)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it has not ended."""
+        return not self.has_ended(0)
+
+    def has_ended(self, within: float) -> bool:
+        """Return whether it ends within so many seconds."""
+        return self._life is not None or bool(select.select([self._answers], [], [], within)[0])
+
+    def send(self, number: int) -> None:
+        """Send it a signal, unless it has ended."""
+        if self.is_alive:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """End it at once."""
+        self.send(signal.SIGKILL)
+
+    def wait_for(self, text: str) -> None:
+        """Return once it has printed this; fail if it ends without."""
+        while text not in self.out:
+            is_over = not self.is_alive
+            assert text in self.out or not is_over, f"{text!r} is not in:\n{self.out}\n{self.err}"
+            time.sleep(0.005)
+
+    def ended(self) -> Life:
+        """Wait until it has ended."""
+        if self._life is None:
+            code = self._answer()
+            said = f"\nended after {self._deadline} s, its deadline\n" if code == "late" else ""
+            self._life = Life(LATE if code == "late" else int(code), self.out, self.err + said)
+            self._close()
+        return self._life
+
+    def _answer(self) -> str:
+        answer = self._answers.recv(32).decode()
+        assert answer, "the process that forks has ended; stderr says why"
+        return answer
+
+    def _close(self) -> None:
+        for one in (self._answers, self._out, self._err):
+            one.close()
+
+    __del__ = _close
 
 
 class Forks:
-    """What `audit(start=...)` takes: it starts `python SCRIPT ARGUMENTS` in the folder of this process.
+    """Begins processes as forks of one that has also imported some modules."""
 
-    What Python or torch read as they begin (the order of sets, the number of threads, `sitecustomize`) is in
-    a fork what it was in its parent: where such a variable is set, Python itself is started.
-    """
+    def __init__(self, *modules: str) -> None:
+        self._modules = modules
+        self._server: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket
+        self._other: Forks | None = None
 
-    def __init__(self) -> None:
-        self._parent: subprocess.Popen[str] | None = None
+    def preload(self, *modules: str) -> Forks:
+        """Return what begins forks of another process, which has imported these modules too.
+
+        A script stands for what it imports. There is one such process at a time.
+        """
+        if self._other is None or self._other._modules != modules:
+            if self._other:
+                self._other.close()
+            self._other = Forks(*modules)
+        return self._other
+
+    def run(self, command: Command, folder: Path, **how: Any) -> Life:
+        """Run `python COMMAND` in a folder to its end, as `begin` begins it."""
+        return self.begin(command, folder, **how).ended()
+
+    def call(self, function: Function, *arguments: Any, folder: Path, **how: Any) -> Life:
+        """Call a function in a process of its own to its end, as `begin_call` begins it."""
+        return self.begin_call(function, *arguments, folder=folder, **how).ended()
+
+    def begin(
+        self,
+        command: Command,
+        folder: Path,
+        *,
+        environment: Env = None,
+        deadline: float = 60,
+        stop: Stop | None = None,
+    ) -> Child:
+        """Begin `python COMMAND`, which may name Python too, with more environment than this process has.
+
+        It ends at its deadline, so many seconds later, or by itself at a stop.
+        """
+        what = {"command": _arguments(command), "stop": stop and tuple(stop), "deadline": deadline}
+        return self._begin(what, folder, {**os.environ, **(environment or {})})
+
+    def begin_call(
+        self,
+        function: Function,
+        *arguments: Any,
+        folder: Path,
+        environment: Env = None,
+        deadline: float = 60,
+        stop: Stop | None = None,
+    ) -> Child:
+        """Begin a call of a module's function, with one thread, as `begin` begins a command."""
+        called = {"call": pickle.dumps((function, arguments)), "path": sys.path}
+        what = {"command": None, **called, "stop": stop and tuple(stop), "deadline": deadline}
+        return self._begin(what, folder, {**os.environ, **(environment or {})})
+
+    def kill_and_resume(
+        self,
+        script: Path | str | Function,
+        *arguments: Any,
+        folder: Path,
+        at: Sequence[int | Stop],
+        **how: Any,
+    ) -> Life:
+        """Run a script or function, killed after so many steps of each life; return the last life.
+
+        A step is one of an optimizer, counted in that life. After `at` comes a life that runs to its end.
+        """
+        begin: Any = partial(self.begin_call, script) if callable(script) else self.begin
+        what = arguments if callable(script) else ([script, *arguments],)
+        for number, each in enumerate(at):
+            stop = each if isinstance(each, Stop) else Stop(each)
+            life = begin(*what, folder=folder, stop=stop, **how).ended()
+            assert life.code == -stop.signal, f"life {number} ended with {life.code}, {stop}:\n{life.err}"
+        return begin(*what, folder=folder, **how).ended().checked()
 
     def __call__(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> int:
-        if not {"RESUMABLE_STILL", "PYTHONHASHSEED", "OMP_NUM_THREADS"}.isdisjoint(environment):
+        """Start a command as `audit(start=...)` wants it: in this folder, with this environment and log."""
+        if any(environment.get(name) != _ENVIRONMENT.get(name) for name in _READ_AT_START):
+            from resumable.audit import trials
+
             return trials.start(command, environment, log)
-        return self._ended(command, environment, os.getcwd(), log)
+        order = {"command": _arguments(command), "stop": None, "deadline": 300}
+        with log.open("w+b") as file:
+            return self._begin(order, Path.cwd(), environment, file, file).ended().code
 
-    def in_session(
-        self, command: Sequence[str], environment: Mapping[str, str], folder: Path, log: Path, errors: Path
-    ) -> int:
-        """Start it in a folder and in a session of its own; what it leaves behind is killed."""
-        return self._ended(command, environment, str(folder), log, str(errors))
+    def _begin(
+        self,
+        order: dict[str, Any],
+        folder: Path,
+        environment: Mapping[str, str],
+        out: IO[bytes] | None = None,
+        err: IO[bytes] | None = None,
+    ) -> Child:
+        order |= {"folder": str(folder), "environment": {**environment}}
+        return Child(order, self._begun(), out or tempfile.TemporaryFile(), err or tempfile.TemporaryFile())
 
-    def _ended(
-        self, command: Sequence[str], environment: Mapping[str, str], folder: str, log: Path, errors: str = ""
-    ) -> int:
-        order = {"arguments": [*map(str, command[1:])], "environment": dict(environment), "folder": folder}
-        parent = self._begun()
-        assert parent.stdin
-        assert parent.stdout
-        print(json.dumps({**order, "log": str(log), "errors": errors}), file=parent.stdin, flush=True)
-        return int(parent.stdout.readline())
-
-    def _begun(self) -> subprocess.Popen[str]:
-        if self._parent is None:
-            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-            self._parent = subprocess.Popen([sys.executable, __file__], **pipes)  # type: ignore[call-overload]
-        return self._parent
+    def _begun(self) -> socket.socket:
+        if self._server is None or self._server.poll() is not None:
+            self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with theirs:
+                command = [sys.executable, str(_SERVER), str(theirs.fileno()), *self._modules]
+                how: Any = {"pass_fds": [theirs.fileno()], "stdin": subprocess.DEVNULL}
+                # Not of the group that Ctrl-C ends: the server ends when its socket is closed.
+                self._server = subprocess.Popen(command, **how, env=_ENVIRONMENT, start_new_session=True)
+        return self._socket
 
     def close(self) -> None:
-        """End the parent."""
-        if self._parent:
-            self._parent.communicate()
+        """End its processes; another call begins new ones."""
+        if self._other:
+            self._other.close()
+        if self._server:
+            self._socket.close()
+            self._server.wait()
+            self._server = None
+
+
+WARM = Forks()
+atexit.register(WARM.close)
 
 
 @pytest.fixture(scope="session")
-def forks() -> Iterator[Forks]:
-    """What starts scripts in forks."""
-    begun = Forks()
-    yield begun
-    begun.close()
+def forks() -> Forks:
+    """What begins processes as forks of an interpreter that has imported torch."""
+    return WARM
 
 
-def main() -> None:
-    import gc
-    import random
-
-    import numpy as np
-    import torch
-    import torch.utils.data
-
-    import resumable.audit.audit
-    import resumable.state  # noqa: F401 (imported once, for all forks)
-
-    # The first optimizer imports torch's compiler.
-    torch.optim.SGD([torch.zeros(1)])
-    # What was imported is neither copied nor looked through again in every fork
-    gc.freeze()
-    if order := next(_forked(), None):
-        _become(order)
-        # Else all forks would draw the same where a script seeds nothing
-        random.seed()
-        np.random.seed()
-        torch.seed()
-        # What is raised ends this process as it ends any other: with a traceback, and exit handlers.
-        # Called in a loop of this file, the script's functions would count as begun again in each pass.
-        runpy.run_path(sys.argv[0], run_name="__main__")
+def _arguments(command: Command) -> list[str]:
+    arguments = [*map(str, command)]
+    return arguments[1:] if arguments[0] == sys.executable else arguments
 
 
-def _forked() -> Iterator[dict[str, Any]]:
-    """Yield, in each fork, its order, and nothing in the process that all are forks of."""
-    for line in sys.stdin:
-        order = json.loads(line)
-        if (child := os.fork()) == 0:
-            yield order
-        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        if order["errors"]:
-            # Workers of a script that was killed would write to its log until they notice.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child, signal.SIGKILL)
-        print(code, flush=True)
-
-
-def _become(order: dict[str, Any]) -> None:
-    log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-    os.dup2(log, 1)
-    if order["errors"]:
-        os.setsid()
-        signal.alarm(_LONGEST)
-        log = os.open(order["errors"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-    os.dup2(log, 2)
-    # A process that is killed loses what it has printed and not written.
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.chdir(order["folder"])
-    os.environ.clear()
-    os.environ.update(order["environment"])
-    sys.argv = order["arguments"]
-    sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
-
-
-if __name__ == "__main__":
-    main()
+def _text(file: IO[bytes]) -> str:
+    return os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0).decode(errors="replace")
