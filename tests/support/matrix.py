@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import random
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 import matrix_training
+from forks import Forks
 from matrix_loaders import FAMILIES, FAMILY_OF, LOADERS, NOISE
 from matrix_training import LOOPS, TRAIL
 
@@ -25,8 +24,10 @@ STOPS: dict[str, Callable[[Lap, Lap], list[int]]] = {
     "last-end-first": lambda a, b: [a[-2], a[-1], b[0]],
     "end-first-mid": lambda a, b: [a[-1], b[0], b[len(b) // 2]],
     "mid-end-end": lambda a, b: [a[len(a) // 2], a[-1], b[-1]],
+    "mid-unsaved-last": lambda a, b: [a[len(a) // 2 - 1], -a[len(a) // 2], b[-2]],
     "everywhere": lambda a, b: [*range(1, b[-1] + 1)],
 }
+"""The events after which a training is saved and killed; where one is negative, it is only killed."""
 
 
 class Case(NamedTuple):
@@ -54,6 +55,7 @@ class Case(NamedTuple):
         """Whether it can be made, and a resume of it is promised to be exact (docs/guide/inexact.md)."""
         is_in_process, is_plain = not self.workers, self.family == "plain"
         of_collate = NOISE[self.noise].settings is not dict
+        is_shared = self.noise not in ("silence", "own", "nested", "module", "worker")
         wrong = [
             is_plain and (self.workers or of_collate),
             is_in_process and self.persists,
@@ -61,8 +63,8 @@ class Case(NamedTuple):
             is_in_process and (self.loader.startswith("prefetch") or self.noise == "reseeded"),
             # reseed() finds the noise on the dataset itself
             self.noise == "reseeded" and self.loader == "concatenated",
-            # A buffer that shares a generator with the training
-            is_in_process and self.loader in ("buffered", "ahead") and not self.is_private,
+            # What is loaded ahead, from a generator of the training
+            is_in_process and (self.loader == "buffered" or (self.loader == "ahead" and is_shared)),
             self.loader == "endless" and self.loop != "break",
             # In a thread it draws whenever it likes
             self.loop == "thread" and (is_in_process or self.family not in ("order", "own-order")),
@@ -72,16 +74,15 @@ class Case(NamedTuple):
         return not any(wrong)
 
     @property
-    def is_private(self) -> bool:
-        """Whether the samples draw from none of the generators that the training draws from."""
-        return self.loader != "buffered" and self.noise in ("silence", "own", "nested", "module", "worker")
-
-    @property
     def crew(self) -> str:
         return "persistent" if self.persists else "workers" if self.workers else "in-process"
 
 
-CREWS = {"in-process": [(0, False)], "workers": [(2, False), (3, False)], "persistent": [(2, True), (3, True)]}
+CREWS = {
+    "in-process": [(0, False)],
+    "workers": [(2, False), (3, False)],
+    "persistent": [(2, True), (3, True)],
+}
 AXES = {
     "loader": [*LOADERS],
     "crew": [*CREWS],
@@ -115,10 +116,11 @@ def chosen() -> list[Case]:
     met: set[tuple[Any, ...]] = set()
     for one, other in MEET:
         for values in itertools.product(AXES.get(one, FAMILIES), AXES[other]):
-            if (one, other, *values) not in met and (fit := fitting(dice, {one: values[0], other: values[1]})):
-                best = max(fit, key=lambda case: len(pairs(case) - met))
-                met |= pairs(best)
-                found.append(best)
+            if (one, other, *values) in met:
+                continue
+            if fit := fitting(dice, dict(zip((one, other), values, strict=True))):
+                found.append(max(fit, key=lambda case: len(pairs(case) - met)))
+                met |= pairs(found[-1])
     return sorted(found)
 
 
@@ -140,35 +142,35 @@ def made(dice: random.Random, loader: str, crew: str, noise: str, loop: str, win
 Line = dict[str, Any]
 
 
-def trained(case: Case, folder: Path, stops: list[int] | None) -> list[Line]:
+def trained(forks: Forks, case: Case, folder: Path, *stops: int | None) -> list[Line]:
     """Return the trail of a training that is killed at its stops, and started again by the same command."""
     folder.mkdir()
-    for _ in range(len(stops or ()) + 1):
-        life = call(matrix_training.start, case, folder, stops)
-        if life[0] == 0:
-            break
-        assert life[0] == -signal.SIGKILL, f"{folder.name} has failed: {life[1][-3000:]}"
-    else:
-        raise AssertionError(f"{folder.name} has come to its stops again: {stops}")
-    return [json.loads(line) for line in (folder / TRAIL).read_text().splitlines()]
+    for stop in stops:
+        life = forks.call(matrix_training.start, case, folder, stop, folder=folder)
+        code = -signal.SIGKILL if stop else 0
+        assert life.code == code, f"{folder.name}, stop {stop}: code {life.code}, {life.err[-3000:]}"
+    # What was not saved is done again, and has to be the same
+    lines = dict.fromkeys((folder / TRAIL).read_text().splitlines())
+    return [json.loads(line) for line in lines]
 
 
 def stops_of(case: Case, trail: list[Line]) -> list[int]:
     """Return the events after which the training is killed: it is saved, and the save is durable."""
     events = [line["number"] for line in trail if line["number"]]
-    ends = [line["number"] for line in trail if line["what"] == "end"]
+    ends = [line["number"] for line in trail if line["what"] == "end"] or [len(events) // 2, len(events)]
     laps = [[n for n in events if a < n <= b] for a, b in itertools.pairwise([0, *ends])]
-    return sorted({*STOPS[case.stops](laps[0], laps[min(1, len(laps) - 1)])})
+    return [*dict.fromkeys(STOPS[case.stops](*laps[:2]))]
 
 
-def problem(case: Case, folder: Path) -> str | None:
+def problem(forks: Forks, case: Case, folder: Path) -> str | None:
     """Return where the three trainings part first, if they do."""
-    plain = trained(case, folder / "plain", None)
-    straight = trained(case, folder / "straight", [])
+    plain = trained(forks, case, folder / "plain", None)
+    straight = trained(forks, case, folder / "straight", 0)
+    # Seeds of the samples are the library's own
     if case.loader != "sample-seeds" and (found := difference(plain, straight)):
         return f"not transparent: {found}"
     stops = stops_of(case, plain)
-    found = difference(straight, trained(case, folder / "killed", stops))
+    found = difference(straight, trained(forks, case, folder / "killed", *stops, 0))
     return f"not exact, killed after the events {stops}: {found}" if found else None
 
 
@@ -180,66 +182,3 @@ def difference(one: list[Line], other: list[Line]) -> str | None:
             at = [f"{found.get('what', 'nothing')} {found.get('number') or ''}" for found in (line, there)]
             return f"at {at[0]} (there: {at[1]}) {', '.join(what)} differ"
     return None
-
-
-def call(function, case, folder, stops):
-    err = folder / "err"
-    pid = os.fork()
-    if not pid:
-        code = 1
-        try:
-            os.setsid()
-            signal.alarm(60)
-            fd = os.open(err, os.O_CREAT | os.O_APPEND | os.O_WRONLY)
-            os.dup2(fd, 2), os.dup2(fd, 1)
-            function(case, folder, stops)
-            import multiprocessing.util
-
-            multiprocessing.util._exit_function()
-            code = 0
-        except BaseException:
-            import traceback
-
-            traceback.print_exc()
-        finally:
-            os._exit(code)
-    _, status, usage = os.wait4(pid, 0)
-    global CPU
-    CPU += usage.ru_utime + usage.ru_stime
-    try:
-        os.killpg(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
-    return os.waitstatus_to_exitcode(status), err.read_text()
-
-
-CPU = 0.0
-
-if __name__ == "__main__":
-    import sys
-    import time
-    import shutil
-    import resource
-    import torch._dynamo
-    import gc
-
-    torch.set_num_threads(1)
-    gc.freeze()
-
-    words = sys.argv[1:]
-    cases = [case for case in chosen() if all(word in str(case).split() or word.isdigit() for word in words)]
-    part = [int(w) for w in words if w.isdigit()]
-    if part: cases = cases[part[0]::part[1]]
-    base = Path("/tmp/matrix-tmp"); shutil.rmtree(base, ignore_errors=True); base.mkdir()
-    total = 0
-    for k, case in enumerate(cases):
-        folder = base / str(k); folder.mkdir()
-        CPU = 0.0; t = time.time()
-        try:
-            found = problem(case, folder)
-        except AssertionError as exc:
-            found = str(exc)
-        total += CPU
-        print(f"{'BAD' if found else 'ok '} {CPU:.1f} s cpu {time.time() - t:.1f} s: {case}", f"\n      {found}" if found else "", flush=True)
-        if not found: shutil.rmtree(folder)
-    print(f"{total:.0f} s")

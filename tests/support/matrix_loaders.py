@@ -386,6 +386,9 @@ class Resumable:
         self.noise = noise
         self.order: list[int] = []
 
+    def __len__(self) -> int:
+        return 6
+
     def __iter__(self) -> Iterator[torch.Tensor]:
         if not self.order:
             self.order = torch.randperm(6).tolist()

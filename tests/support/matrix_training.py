@@ -29,7 +29,9 @@ TRAIL = "trail.jsonl"
 def digest(*values: Any) -> str:
     found = hashlib.blake2b(digest_size=6)
     for value in values:
-        found.update(value.detach().numpy().tobytes() if isinstance(value, torch.Tensor) else repr(value).encode())
+        found.update(
+            value.detach().numpy().tobytes() if isinstance(value, torch.Tensor) else repr(value).encode()
+        )
     return found.hexdigest()
 
 
@@ -79,16 +81,16 @@ class Plain:
 class Training:
     """The objects of one start, and a trail: a line after each batch, at each lap's end, and at the end."""
 
-    def __init__(self, case: Any, folder: Path, stops: list[int] | None) -> None:
+    def __init__(self, case: Any, folder: Path, stop: int | None) -> None:
         random.seed(1), np.random.seed(2), torch.manual_seed(3)
         self.loaders = self._loaders(case)
-        self.window, self.stops = case.window, stops or []
+        self.window, self.stop = case.window, stop
         self.model = nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.3), nn.Linear(3, 1))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
         scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.9)
         self._trail = open(folder / TRAIL, "a", buffering=1)  # noqa: SIM115
         self.scheduler = scheduler
-        if stops is None:
+        if stop is None:
             self.state: Any = Plain(self.loaders, self.optimizer)
         else:
             self.state = RunState.load(
@@ -114,39 +116,41 @@ class Training:
         return {"a": first, "b": on(Images(silence, 10), shuffle=True, **workers)}
 
     def train(self, *batches: torch.Tensor) -> None:
+        self.learn(*batches)
+        self.note("batch", *batches)
+
+    def learn(self, *batches: torch.Tensor) -> None:
         """Train with noise of all generators; a step comes after a window of batches."""
-        rows = torch.cat([batch.reshape(-1, 4) for batch in batches])
-        noise = random.random() + float(np.random.rand())
-        loss = self.model(rows * noise).square().mean()
-        loss.backward()
-        trained = self.state.vars["trained"] = self.state.vars.get("trained", 0) + 1
-        if trained % self.window == 0:
+        rows = torch.cat([batch.reshape(-1, 4) for batch in batches]).float()
+        self.model(rows * (random.random() + float(np.random.rand()))).square().mean().backward()
+        learned = self.state.vars["learned"] = self.state.vars.get("learned", 0) + 1
+        if learned % self.window == 0:
             self.optimizer.step()
             self.optimizer.zero_grad()
             self.scheduler.step()
-        self._note("batch", *batches)
 
     def validate(self, batch: torch.Tensor) -> None:
         self.model.eval()
         with torch.no_grad():
-            self._note("validation", batch, self.model(batch) + random.random())
+            result = self.model(batch) + random.random()
+        # What follows a save in a body is not in the checkpoint
         self.model.train()
-
-    def end(self) -> None:
-        """End an epoch, or what comes near it."""
-        if not self._note("end"):
-            self.state.save()
+        self.note("validation", batch, result)
 
     def begin(self, epoch: int) -> None:
         for loader in self.loaders.values():
             if set_epoch := getattr(getattr(loader, "sampler", None), "set_epoch", None):
                 set_epoch(epoch)
 
-    def _note(self, kind: str, *seen: torch.Tensor) -> None:
+    def note(self, kind: str, *seen: torch.Tensor) -> None:
+        """Write down all there is, and save if it is the end of a lap, or where the training is killed."""
         number = self.state.vars["events"] = self.state.vars.get("events", 0) + 1
         self._write(kind, number, seen)
-        if number in self.stops:
+        if number == self.stop:
             self.state.save().wait()
+        elif kind == "end":
+            self.state.save()
+        if self.stop in (number, -number):
             os.kill(os.getpid(), signal.SIGKILL)
 
     def finish(self) -> None:
@@ -171,10 +175,12 @@ class Training:
         print(json.dumps(line), file=self._trail)
 
 
-def start(case: Any, folder: Path, stops: list[int] | None) -> None:
-    """Be one start of a training; without stops it is a plain one, without the library."""
-    torch.set_num_threads(1)
-    training = Training(case, folder, stops)
+def start(case: Any, folder: Path, stop: int | None) -> None:
+    """Be one start of a training: None is one without the library, 0 one that runs to its end.
+
+    It is killed after the event of that number, and has saved there unless the number is negative.
+    """
+    training = Training(case, folder, stop)
     LOOPS[case.loop].run(training.state, training)
     training.finish()
 
@@ -186,9 +192,9 @@ def draw() -> torch.Tensor:
     return torch.rand(()) + random.random() + float(np.random.rand())
 
 
-def again(state: Any, name: str = "loader") -> Iterator[Any]:
+def again(state: Any, *name: str) -> Iterator[Any]:
     while True:
-        yield from state.batches(name)
+        yield from state.batches(*name)
 
 
 def epochs(state: Any, training: Training) -> None:
@@ -196,31 +202,32 @@ def epochs(state: Any, training: Training) -> None:
         training.begin(epoch)
         for batch in state.batches():
             training.train(batch)
-        training.end()
+        training.note("end")
 
 
 def steps(state: Any, training: Training) -> None:
     batches = again(state)
     for step in state.steps(STEPS // training.window):
-        for _ in range(training.window):
-            training.train(next(batches))
-        if step % 3 == 2:
-            training.end()
+        window = [next(batches) for _ in range(training.window)]
+        for batch in window:
+            training.learn(batch)
+        training.note("end" if step % 3 == 2 else "batch", *window)
 
 
 def steps_in_epochs(state: Any, training: Training) -> None:
     batches = again(state)
     for epoch in state.epochs(3):
         for _ in state.steps((epoch + 1) * STEPS // training.window // 3):
-            for _ in range(training.window):
-                training.train(next(batches))
-        training.end()
+            window = [next(batches) for _ in range(training.window)]
+            for batch in window:
+                training.learn(batch)
+            training.note("batch", *window)
+        training.note("end")
 
 
 def bare(state: Any, training: Training) -> None:
     for batch in state.batches():
         training.train(batch)
-    training.end()
 
 
 def breaks(state: Any, training: Training) -> None:
@@ -229,28 +236,28 @@ def breaks(state: Any, training: Training) -> None:
             if state.batch == 3:
                 break
             training.train(batch)
-        training.end()
+        training.note("end")
 
 
 def enumerates(state: Any, training: Training) -> None:
     for _ in state.epochs(EPOCHS):
         for number, batch in state.enumerate():
             training.train(batch + number)
-        training.end()
+        training.note("end")
 
 
 def with_a_bar(state: Any, training: Training) -> None:
     for _ in state.epochs(EPOCHS):
         for batch in tqdm(state.batches(), disable=None):
             training.train(batch)
-        training.end()
+        training.note("end")
 
 
 def on_a_device(state: Any, training: Training) -> None:
     for _ in state.epochs(EPOCHS):
         for batch in state.batches(device="cpu"):
             training.train(batch)
-        training.end()
+        training.note("end")
 
 
 def by_hand(state: Any, training: Training) -> None:
@@ -258,7 +265,7 @@ def by_hand(state: Any, training: Training) -> None:
         batches = iter(state.batches())
         while (batch := next(batches, None)) is not None:
             training.train(batch)
-        training.end()
+        training.note("end")
 
 
 def one_ahead(batches: Iterator[Any]) -> Iterator[Any]:
@@ -300,7 +307,7 @@ def through(ahead: Any) -> Callable[[Any, Training], None]:
         for _ in state.epochs(EPOCHS):
             for batch in state.batches(through=ahead):
                 training.train(batch)
-            training.end()
+            training.note("end")
 
     return loop
 
@@ -310,7 +317,20 @@ def first_lines(state: Any, training: Training) -> None:
         shift = draw()
         for batch in state.batches():
             training.train(batch + shift)
-        training.end()
+        training.note("end")
+
+
+def saves_first(state: Any, training: Training) -> None:
+    begun = state.vars.setdefault("begun", [])
+    for epoch in state.epochs(EPOCHS):
+        shift = draw()
+        if epoch not in begun:
+            begun.append(epoch)
+            training.note("begin")
+        # The first epoch has no batches
+        for batch in state.batches() if epoch else ():
+            training.train(batch + shift)
+        training.note("end")
 
 
 def last_lines(state: Any, training: Training) -> None:
@@ -319,7 +339,7 @@ def last_lines(state: Any, training: Training) -> None:
         for batch in state.batches():
             training.train(batch + shift)
         draw()
-        training.end()
+        training.note("end")
 
 
 def two_phases(state: Any, training: Training) -> None:
@@ -327,16 +347,7 @@ def two_phases(state: Any, training: Training) -> None:
         for _ in state.epochs(total):
             for batch in state.batches():
                 training.train(batch * total)
-            training.end()
-
-
-def second_pass(state: Any, training: Training) -> None:
-    for _ in state.epochs(2):
-        for batch in state.batches():
-            training.train(batch)
-        for batch in state.batches():
-            training.train(-batch)
-        training.end()
+            training.note("end")
 
 
 def validates(state: Any, training: Training) -> None:
@@ -345,14 +356,14 @@ def validates(state: Any, training: Training) -> None:
             training.train(batch)
         for batch in state.batches("b"):
             training.validate(batch)
-        training.end()
+        training.note("end")
 
 
 def zips(state: Any, training: Training) -> None:
     for _ in state.epochs(EPOCHS):
         for batch, other in zip(state.batches("a"), state.batches("b"), strict=False):
             training.train(batch, other)
-        training.end()
+        training.note("end")
 
 
 def beside(state: Any, training: Training) -> None:
@@ -360,14 +371,12 @@ def beside(state: Any, training: Training) -> None:
     for _ in state.epochs(EPOCHS):
         for batch in state.batches("a"):
             training.train(batch, next(others))
-        training.end()
+        training.note("end")
 
 
 def nested(state: Any, training: Training) -> None:
-    for _ in state.epochs(2):
-        for batch in state.batches("a"):
-            training.train(batch, *state.batches("b"))
-        training.end()
+    for batch in state.batches("a"):
+        training.train(batch, *state.batches("b"))
 
 
 class Loop(NamedTuple):
@@ -391,9 +400,9 @@ LOOPS = {
     "three-ahead": Loop(through(three_ahead)),
     "thread": Loop(through(Background)),
     "first-lines": Loop(first_lines),
+    "saves-first": Loop(saves_first),
     "last-lines": Loop(last_lines),
     "two-phases": Loop(two_phases),
-    "second-pass": Loop(second_pass),
     "validation": Loop(validates, has_two=True),
     "zip": Loop(zips, has_two=True),
     "beside": Loop(beside, has_two=True),
