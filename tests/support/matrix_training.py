@@ -324,11 +324,11 @@ def saves_first(state: Any, training: Training) -> None:
     begun = state.vars.setdefault("begun", [])
     for epoch in state.epochs(EPOCHS):
         shift = draw()
-        if epoch not in begun:
+        has_batches = epoch < EPOCHS - 1
+        if has_batches and epoch not in begun:
             begun.append(epoch)
             training.note("begin")
-        # The first epoch has no batches
-        for batch in state.batches() if epoch else ():
+        for batch in state.batches() if has_batches else ():
             training.train(batch + shift)
         training.note("end")
 
