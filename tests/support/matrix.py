@@ -65,6 +65,9 @@ class Case(NamedTuple):
             self.noise == "reseeded" and self.loader == "concatenated",
             # What is loaded ahead, from a generator of the training
             is_in_process and (self.loader == "buffered" or (self.loader == "ahead" and is_shared)),
+            # Their state has no generator
+            self.loader in ("own-state", "stays-at-its-end")
+            and self.noise in ("own", "nested", "late", "module"),
             self.loader == "endless" and self.loop != "break",
             # In a thread it draws whenever it likes
             self.loop == "thread" and (is_in_process or self.family not in ("order", "own-order")),
@@ -81,7 +84,6 @@ class Case(NamedTuple):
             self.loop in ("one-ahead", "three-ahead")
             and not self.workers
             and (keeps_its_state or self.loader in ("global-late", "live-batches", "own-late")),
-            self.loader in ("own-state", "stays-at-its-end") and self.noise == "late",
             self.persists and self.family in ("streams", "stateful") and self.loop in ("break", "zip"),
         ]
         return not any(wrong)
@@ -94,10 +96,7 @@ class Case(NamedTuple):
 INEXACT = [
     # The state of what is loaded in this process is that of the batches ahead
     Case("counting", 0, False, "nested", "one-ahead", 2, "everywhere"),
-    Case("stays-at-its-end", 0, False, "own", "three-ahead", 1, "everywhere"),
     Case("global-late", 0, False, "collate", "three-ahead", 2, "end-first-mid"),
-    # A generator that an iterable with a state makes with its first batch
-    Case("own-state", 0, False, "late", "two-phases", 1, "mid-unsaved-last"),
     # Workers of a stream that persist, and had batches ahead when a pass was left
     Case("own-buffered", 2, True, "torch", "zip", 3, "mid-unsaved-last"),
     Case("stateful-iterators", 2, True, "partial-collate", "break", 1, "end-first-mid"),
