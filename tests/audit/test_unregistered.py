@@ -7,7 +7,6 @@ import functools
 import os
 import random
 import runpy
-import subprocess
 import sys
 import threading
 import types
@@ -22,6 +21,7 @@ import numpy as np
 import pytest
 import torch
 from example_scripts import EXAMPLES, NEEDS, SIZES
+from forks import Forks
 from places import DATA, ROOT
 from torch import nn
 
@@ -559,7 +559,7 @@ class Checked(ast.NodeTransformer):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("example", SIZES)
-def test_no_example_loses_anything(example: str, tmp_path: Path) -> None:
+def test_no_example_loses_anything(example: str, tmp_path: Path, forks: Forks) -> None:
     if example in NEEDS:
         pytest.importorskip(NEEDS[example])
     tree = Checked().visit(ast.parse((EXAMPLES / example).read_text()))
@@ -567,11 +567,10 @@ def test_no_example_loses_anything(example: str, tmp_path: Path) -> None:
     script.parent.mkdir()
     script.write_text(ast.unparse(ast.fix_missing_locations(tree)))
     (tmp_path / "docs").symlink_to(ROOT / "docs")
-    command = [sys.executable, str(script), "run", *SIZES[example].arguments, "--device=cpu"]
-    path = f"{ROOT}{os.pathsep}{EXAMPLES}"
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": path}
+    command = [script, "run", *SIZES[example].arguments, "--device=cpu"]
+    environment = {"HF_HUB_OFFLINE": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{EXAMPLES}"}
 
-    said = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=True).stdout
+    said = forks.run(command, tmp_path, environment=environment, deadline=200).checked().out
 
     told = [line for line in said.splitlines() if line.startswith("LOST")]
     assert len(told) > 1

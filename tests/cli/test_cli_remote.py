@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from forks import WARM, Life
 from grouped import grouped
 from places import CLI_PAGE
 from servers import S3, Place
@@ -587,11 +588,9 @@ sys.exit(main(sys.argv[4:]))
 """
 
 
-def typed(*command: object, **options: Any) -> subprocess.CompletedProcess[str]:
+def typed(*command: object, **variables: str) -> Life:
     """Run a Python program and return what it has said."""
-    return subprocess.run(
-        [sys.executable, *map(str, command)], capture_output=True, text=True, timeout=60, **options
-    )
+    return WARM.run(command, Path.cwd(), environment=variables)
 
 
 @pytest.mark.parametrize(
@@ -601,7 +600,7 @@ def test_a_killed_push_leaves_only_what_is_complete_and_continues(
     run: Path, there: Path, fresh: Path, capsys: Captured, name: str
 ) -> None:
     done = typed("-c", DEADLY, "SIGKILL", "wb", name, "push", run, f"file://{there}", "--which", "all")
-    assert done.returncode == -9
+    assert done.code == -9
 
     remote = Remote(Store(f"file://{there}"))
     for number in remote.numbers():
@@ -628,7 +627,7 @@ def test_a_killed_pull_leaves_no_checkpoint_and_continues(
 
     done = typed("-c", DEADLY, "SIGKILL", "rb", name, "pull", fresh, f"file://{there}")
 
-    assert done.returncode == -9
+    assert done.code == -9
     assert Run(fresh).numbers() == []
     assert main(["pull", str(fresh), f"file://{there}"]) == 0
     assert checkpoints(fresh) == checkpoints(there)
@@ -644,8 +643,8 @@ def test_ctrl_c_ends_a_transfer_that_hangs(
 
     done = typed("-c", DEADLY, "SIGINT", mode, "model.safetensors", command, folder, f"file://{there}")
 
-    assert done.returncode == 130
-    assert done.stderr == "resumable: interrupted; the same command continues from there.\n"
+    assert done.code == 130
+    assert done.err == "resumable: interrupted; the same command continues from there.\n"
     assert main([command, str(folder), f"file://{there}"]) == 0
 
 
@@ -660,9 +659,9 @@ def test_a_remote_that_refuses_exits_with_6_and_prints_no_json(
     arguments = ["refuse", mode, "state.json", command, folder, f"file://{there}", "--json"]
     done = typed("-c", DEADLY, *arguments)
 
-    assert (done.returncode, done.stdout) == (6, "")
-    assert "state.json cannot be " in done.stderr
-    assert "not allowed" in done.stderr
+    assert (done.code, done.out) == (6, "")
+    assert "state.json cannot be " in done.err
+    assert "not allowed" in done.err
     assert main([command, str(folder), f"file://{there}"]) == 0
 
 
@@ -672,8 +671,8 @@ def test_what_the_training_prunes_meanwhile_is_left_out(run: Path, there: Path, 
 
     done = typed("-c", DEADLY, pruned, "wb", name, "push", run, f"file://{there}", "--which", "all")
 
-    assert (done.returncode, done.stderr) == (0, "")
-    assert moved(done.stdout) == [("pushed ", 2), ("pushed ", 1)]
+    assert (done.code, done.err) == (0, "")
+    assert moved(done.out) == [("pushed ", 2), ("pushed ", 1)]
     assert [*Remote(Store(f"file://{there}")).numbers()] == [1, 2]
 
 
@@ -682,8 +681,8 @@ def test_the_only_one_that_was_asked_for_and_is_pruned_meanwhile_is_not_found(ru
 
     done = typed("-c", DEADLY, pruned, "wb", "run.json.part", "push", run, f"file://{there}", "--which", "3")
 
-    assert done.returncode == 3
-    assert "there is no checkpoint 3" in done.stderr
+    assert done.code == 3
+    assert "there is no checkpoint 3" in done.err
 
 
 def test_an_interrupt_gives_up_what_is_on_its_way() -> None:
@@ -727,11 +726,11 @@ def test_a_real_server_gives_back_what_it_was_given(
     run: Path, place: Place, fresh: Path, keys: object
 ) -> None:
     pushed = typed("-m", "resumable", "push", run, place.url, "--which", "all")
-    assert (pushed.returncode, pushed.stderr) == (0, "")
+    assert (pushed.code, pushed.err) == (0, "")
     pulled = typed("-m", "resumable", "pull", fresh, place.url, "--which", "best", "--json")
 
-    assert (pulled.returncode, pulled.stderr) == (0, "")
-    assert json.loads(pulled.stdout)["checkpoints"][0]["result"] == "pulled"
+    assert (pulled.code, pulled.err) == (0, "")
+    assert json.loads(pulled.out)["checkpoints"][0]["result"] == "pulled"
     assert checkpoints(fresh) == {k: v for k, v in checkpoints(run).items() if k.startswith("000002")}
 
 
@@ -744,11 +743,11 @@ def test_a_wrong_secret_exits_with_6_and_is_not_shown(
 
     done = typed("-m", "resumable", "push", run, place.url)
 
-    assert done.returncode == 6
-    assert place.url in done.stderr
-    assert "Traceback" not in done.stderr
-    assert "AKIAEXAMPLEEXAMPLE" not in done.stdout + done.stderr
-    assert "wrong-and-secret" not in done.stdout + done.stderr
+    assert done.code == 6
+    assert place.url in done.err
+    assert "Traceback" not in done.err
+    assert "AKIAEXAMPLEEXAMPLE" not in done.out + done.err
+    assert "wrong-and-secret" not in done.out + done.err
 
 
 @pytest.mark.parametrize("place", ["memory", "s3"], indirect=True)
@@ -901,9 +900,7 @@ def test_other_warnings_are_shown_as_python_shows_them(run: Path) -> None:
         "sys.exit(main(sys.argv[1:]))\n"
     )
 
-    done = typed(
-        "-c", code, "push", run, f"file://{run.parent / 'there'}", env={**os.environ, "PYTHONWARNINGS": ""}
-    )
+    done = typed("-c", code, "push", run, f"file://{run.parent / 'there'}", PYTHONWARNINGS="")
 
-    assert done.returncode == 0
-    assert "FutureWarning: something is old" in done.stderr
+    assert done.code == 0
+    assert "FutureWarning: something is old" in done.err

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from forks import Forks
 from places import CLI_PAGE
 from tables import rows_of
 from terminals import in_a_terminal
@@ -134,7 +135,7 @@ if how == "failed":
         raise ValueError("no more data")
 if how == "running":
     print("ready", flush=True)
-    sys.stdin.read()
+    signal.pause()
 state.close()
 """
 
@@ -150,23 +151,23 @@ state.close()
 )
 @pytest.mark.heavy
 def test_the_state_says_how_a_run_ended(
-    tmp_path: Path, how: str, state: str, detail: str, capsys: Captured
+    tmp_path: Path, how: str, state: str, detail: str, capsys: Captured, forks: Forks
 ) -> None:
-    subprocess.run([sys.executable, "-c", ENDS, tmp_path / "exp", how], capture_output=True)
+    forks.run(["-c", ENDS, tmp_path / "exp", how], tmp_path)
 
     [row] = listed(capsys, "ls", str(tmp_path))
     assert (row["state"], row["detail"]) == (state, detail)
 
 
 @pytest.mark.heavy
-def test_a_run_is_running_while_its_process_holds_the_lock(tmp_path: Path, capsys: Captured) -> None:
-    command = [sys.executable, "-c", ENDS, str(tmp_path / "exp"), "running"]
-    with subprocess.Popen(command, stdin=-1, stdout=-1, stderr=subprocess.DEVNULL) as process:
-        assert process.stdout
-        while b"ready" not in process.stdout.readline():
-            pass
-        [during] = listed(capsys, "ls", str(tmp_path))
-        process.send_signal(signal.SIGKILL)
+def test_a_run_is_running_while_its_process_holds_the_lock(
+    tmp_path: Path, capsys: Captured, forks: Forks
+) -> None:
+    process = forks.begin(["-c", ENDS, tmp_path / "exp", "running"], tmp_path)
+    process.wait_for("ready")
+    [during] = listed(capsys, "ls", str(tmp_path))
+    process.kill()
+    process.ended()
     [after] = listed(capsys, "ls", str(tmp_path))
 
     assert during["state"] == "running"
@@ -174,7 +175,7 @@ def test_a_run_is_running_while_its_process_holds_the_lock(tmp_path: Path, capsy
     assert after["state"] == "crashed"
 
 
-def test_asking_who_writes_a_run_leaves_its_lock_alone(runs: Path, capsys: Captured) -> None:
+def test_asking_who_writes_a_run_leaves_its_lock_alone(runs: Path, capsys: Captured, forks: Forks) -> None:
     state = train(runs / "exp", close=False)
     capsys.readouterr()
 
@@ -182,9 +183,9 @@ def test_asking_who_writes_a_run_leaves_its_lock_alone(runs: Path, capsys: Captu
 
     # Another process still cannot take it.
     code = f"from resumable.run.directory import Run; Run({str(runs / 'exp')!r}).acquire()"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    other = forks.run(["-c", code], runs)
     state.close()
-    assert "is being written by process" in done.stderr
+    assert "is being written by process" in other.err
 
 
 @pytest.mark.parametrize("place", ["runs/exp@2", "runs/exp@best", "runs/exp/best", "{folder}"])
@@ -290,15 +291,15 @@ def test_a_checkpoint_can_be_named_to_push(runs: Path, which: str, capsys: Captu
     assert main(["push", which, f"file://{runs.parent}/there", "--which", "all"]) == 2
 
 
-def test_export_writes_to_stdout(runs: Path) -> None:
+def test_export_writes_to_stdout(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from safetensors.torch import load
 
-    command = [sys.executable, "-m", "resumable", "export", "runs/exp@2", "-o", "-"]
-    done = subprocess.run(command, capture_output=True, check=True)
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written := io.BytesIO()))
+    assert main(["export", "runs/exp@2", "-o", "-"]) == 0
 
     [folder] = runs.glob("exp/checkpoints/000002-*")
     there = load((folder / "model.safetensors").read_bytes())
-    sent = load(done.stdout)
+    sent = load(written.getvalue())
     assert sorted(sent) == ["bias", "weight"]
     assert {str(one.tolist()) for one in sent.values()} == {str(one.tolist()) for one in there.values()}
 

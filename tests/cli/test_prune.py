@@ -5,14 +5,13 @@ from __future__ import annotations
 import errno
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
 import torch
+from forks import Forks
 from places import CLI_PAGE
 from tables import rows_of
 
@@ -191,18 +190,14 @@ def test_the_best_stays_where_the_newest_says_nothing_of_it(run: Path) -> None:
     assert pruned(run, "--keep", "1") == [2, 6]
 
 
-def test_a_run_that_is_trained_is_left_alone(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    training = (
-        f"from resumable import Run; run = Run({str(run)!r}); run.acquire(); print(1, flush=True); input()"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", training], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as child:
-        assert child.stdout
-        child.stdout.readline()
-        assert pruned(run, "--keep", "1", code=5) == [1, 2, 3, 4, 5, 6]
-        assert pruned(run, "--keep", "1", "--dry-run") == [1, 2, 3, 4, 5, 6]
-        child.communicate("\n")
+def test_a_run_that_is_trained_is_left_alone(run: Path, tmp_path: Path, forks: Forks) -> None:
+    script = f"import signal, resumable; run = resumable.Run({str(run)!r}); run.acquire(); print('ready')"
+    training = forks.begin(["-c", f"{script}; signal.pause()"], tmp_path)
+    training.wait_for("ready")
+    assert pruned(run, "--keep", "1", code=5) == [1, 2, 3, 4, 5, 6]
+    assert pruned(run, "--keep", "1", "--dry-run") == [1, 2, 3, 4, 5, 6]
+    training.kill()
+    training.ended()
     assert pruned(run, "--keep", "1") == [2, 6]
 
 

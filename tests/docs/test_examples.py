@@ -3,50 +3,42 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import os
 import random
 import re
 import signal
-import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 import compare
 import pytest
 from example_scripts import EXAMPLES, NEEDS, SIZES
-from places import ROOT, SUPPORT
+from forks import Forks, Life, Stop
 
 from resumable import Run
 from resumable.audit import audit, verdicts
 
 PAGE = EXAMPLES / "README.md"
+WARNINGS = (
+    *("-W", "error::resumable.ResumableWarning"),
+    # How fast this machine's disk is just now is not the script's business.
+    *("-W", "ignore:save() has waited:resumable.ResumableWarning"),
+)
 
 
 class Stage:
     """Where an example is started again and again, each time as a process of its own."""
 
-    def __init__(self, example: str, folder: Path, rehearsal: subprocess.Popen[str]) -> None:
-        self._example, self._folder, self._rehearsal = example, folder, rehearsal
-        self.said = ""
+    def __init__(self, example: str, folder: Path, forks: Forks) -> None:
+        script = EXAMPLES / example
+        self._command = [*WARNINGS, str(script), "", *SIZES[example].arguments, "--device=cpu"]
+        self._folder, self._forks = folder, forks.preload(str(script))
 
-    def start(self, run: str, kill: tuple[int, float, int] | None = None) -> int:
-        """Start it; return its exit code, negative for the signal that has ended it."""
-        log, arguments = self._folder / "log", [str(self._folder / run), *SIZES[self._example].arguments]
-        order = {
-            "arguments": [*arguments, "--device=cpu"],
-            "environment": {"RESUMABLE_TRACE": str(self.trace(run))},
-            "kill": kill,
-            "log": str(log),
-        }
-        assert self._rehearsal.stdin
-        assert self._rehearsal.stdout
-        print(json.dumps(order), file=self._rehearsal.stdin, flush=True)
-        code = int(self._rehearsal.stdout.readline())
-        self.said = log.read_text()
-        return code
+    def start(self, run: str, stop: Stop | None = None) -> Life:
+        """Start it, and wait until it ends."""
+        command = [one or str(self._folder / run) for one in self._command]
+        environment = {"RESUMABLE_TRACE": str(self.trace(run)), "HF_HUB_OFFLINE": "1"}
+        return self._forks.begin(command, self._folder, environment=environment, stop=stop).ended()
 
     def trace(self, run: str) -> Path:
         """Return where a run writes down its boundaries."""
@@ -54,8 +46,7 @@ class Stage:
 
     def result(self, run: str) -> dict[str, str]:
         """Finish a run; return what it says of its weights, and what its last checkpoint holds."""
-        assert self.start(run) == 0, self.said
-        weights = re.search(r"^weights (\w+)$", self.said, re.MULTILINE)
+        weights = re.search(r"^weights (\w+)$", self.start(run).checked().out, re.MULTILINE)
         assert weights
         return {"weights": weights[1], **digests(self._folder / run)}
 
@@ -74,19 +65,7 @@ def digests(folder: Path) -> dict[str, str]:
     return found
 
 
-@contextmanager
-def rehearsed(example: str, folder: Path) -> Iterator[Stage]:
-    if example in NEEDS:
-        pytest.importorskip(NEEDS[example])
-    command = [sys.executable, str(SUPPORT / "forked_starts.py"), str(EXAMPLES / example)]
-    # Of two threads on two busy cores one waits for the other most of the time
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": env}
-    with subprocess.Popen(command, cwd=folder, **pipes) as rehearsal:  # type: ignore[call-overload]
-        yield Stage(example, folder, rehearsal)
-
-
-def moments(example: str, seed: int, count: int) -> Sequence[tuple[int, float, int]]:
+def moments(example: str, seed: int, count: int) -> Sequence[Stop]:
     """Return when the starts of a run are killed, and how: each gets some way, and none to the end."""
     dice, steps = random.Random(f"{example} {seed}"), SIZES[example].steps
     signals = [signal.SIGKILL] * (count - 1) + [signal.SIGTERM]
@@ -94,32 +73,38 @@ def moments(example: str, seed: int, count: int) -> Sequence[tuple[int, float, i
     after = [dice.randint(int(share / 2), int(share)) for _ in signals]
     if (edge := SIZES[example].edge) and count == 2:
         after[0] = edge
-    return [(step, dice.uniform(0, 20), int(number)) for step, number in zip(after, signals, strict=True)]
+    return [Stop(step, dice.uniform(0, 0.02), int(how)) for step, how in zip(after, signals, strict=True)]
 
 
-def assert_killed_or_not_all_the_same(example: str, folder: Path, seed: int, count: int) -> None:
-    with rehearsed(example, folder) as stage:
-        for moment in moments(example, seed, count):
-            code = stage.start("killed", moment)
-            assert code == {signal.SIGKILL: -9, signal.SIGTERM: 143}[signal.Signals(moment[2])], stage.said
-        killed, left_alone = stage.result("killed"), stage.result("left alone")
-        assert killed == left_alone, compare.first_of_traces(stage.trace("left alone"), stage.trace("killed"))
+def assert_killed_or_not_all_the_same(
+    example: str, folder: Path, forks: Forks, seed: int, count: int
+) -> None:
+    if example in NEEDS:
+        pytest.importorskip(NEEDS[example])
+    stage = Stage(example, folder, forks)
+    for stop in moments(example, seed, count):
+        life = stage.start("killed", stop)
+        assert life.code == {signal.SIGKILL: -9, signal.SIGTERM: 143}[signal.Signals(stop.signal)], life.err
+    killed, left_alone = stage.result("killed"), stage.result("left alone")
+    assert killed == left_alone, compare.first_of_traces(stage.trace("left alone"), stage.trace("killed"))
 
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("example", SIZES)
 @pytest.mark.sampled(6)
-def test_an_example_that_is_killed_twice_ends_with_the_same_bits(example: str, tmp_path: Path) -> None:
-    assert_killed_or_not_all_the_same(example, tmp_path, seed=0, count=2)
+def test_an_example_that_is_killed_twice_ends_with_the_same_bits(
+    example: str, tmp_path: Path, forks: Forks
+) -> None:
+    assert_killed_or_not_all_the_same(example, tmp_path, forks, seed=0, count=2)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("example", SIZES)
 def test_an_example_that_is_killed_five_times_ends_with_the_same_bits(
-    example: str, seed: int, tmp_path: Path
+    example: str, seed: int, tmp_path: Path, forks: Forks
 ) -> None:
-    assert_killed_or_not_all_the_same(example, tmp_path, seed, count=5)
+    assert_killed_or_not_all_the_same(example, tmp_path, forks, seed, count=5)
 
 
 def test_every_example_is_started_here_and_listed_with_its_own_command() -> None:

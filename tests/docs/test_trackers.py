@@ -12,11 +12,11 @@ import signal
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from places import DOCS, ROOT, SUPPORT
+from forks import Forks
+from places import DOCS
 
 from resumable import Run
 
@@ -80,8 +80,8 @@ GO_BACK = "if back_to:\n    state.restore(back_to)"
 class Training:
     """The blocks of the page with the line of one tracker, as a script in a folder."""
 
-    def __init__(self, tracker: str, folder: Path, starts: subprocess.Popen[str]) -> None:
-        self.tracker, self.folder, self._starts = tracker, folder, starts
+    def __init__(self, tracker: str, script: Path, folder: Path, forks: Forks) -> None:
+        self.tracker, self.script, self.folder, self._forks = tracker, script, folder, forks
 
     def start(
         self, when: str = "never", at: int = 0, *, back_to: int | None = None, shift: float = 0
@@ -90,16 +90,12 @@ class Training:
 
         `back_to`: go back to the checkpoint after that many steps first; `shift` is added to what is logged.
         """
-        arguments = [when, str(at), str(shift), str(self._number(back_to) if back_to else 0)]
+        command = [self.script, when, at, shift, self._number(back_to) if back_to else 0]
         environment = {"WANDB_SILENT": "true", "TRACKIO_DIR": str(self.folder / "trackio")}
         environment["MLFLOW_TRACKING_URI"] = f"file:{self.folder / 'mlruns'}"
-        log, folder = self.folder / "log.txt", str(self.folder)
-        order = {"kill": None, "arguments": arguments, "environment": environment, "log": str(log)}
-        assert self._starts.stdin
-        assert self._starts.stdout
-        print(json.dumps({**order, "folder": folder}), file=self._starts.stdin, flush=True)
-        code = int(self._starts.stdout.readline())
-        assert code == (0 if when == "never" else -signal.SIGKILL), log.read_text()
+        environment["MLFLOW_ALLOW_FILE_STORE"] = "true"
+        life = self._forks.preload(str(self.script)).run(command, self.folder, environment=environment)
+        assert life.code == (0 if when == "never" else -signal.SIGKILL), life.err
 
     def checkpoints(self) -> list[tuple[int, int]]:
         """Return the numbers and the steps of the checkpoints, all of which are intact."""
@@ -207,22 +203,20 @@ def _files_are_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     scope="module",
     params=[pytest.param(tracker, marks=pytest.mark.heavy) for tracker in READERS],
 )
-def straight(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Training]:
+def straight(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, forks: Forks
+) -> Training:
     """A training that nothing has happened to."""
     pytest.importorskip(MODULES[request.param])
     folder = tmp_path_factory.mktemp("straight")
     (folder / "train.py").write_text(script(request.param))
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MLFLOW_ALLOW_FILE_STORE": "true"}
-    command = [sys.executable, str(SUPPORT / "forked_starts.py"), str(folder / "train.py")]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": env}
-    with subprocess.Popen(command, **pipes) as starts:  # type: ignore[call-overload]
-        training = Training(request.param, folder, starts)
-        training.start()
-        yield training
+    training = Training(request.param, folder / "train.py", folder, forks)
+    training.start()
+    return training
 
 
 def killed(straight: Training, folder: Path, *kills: tuple[str, int]) -> Training:
-    training = Training(straight.tracker, folder, straight._starts)
+    training = Training(straight.tracker, straight.script, folder, straight._forks)
     for when, at in kills:
         training.start(when, at)
     return training

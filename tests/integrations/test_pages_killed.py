@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
 import random
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from places import DOCS, ROOT, SUPPORT
+from forks import Forks, Life, Stop
+from places import DOCS
 
 NEEDS = {"accelerate": "accelerate", "fabric": "lightning_fabric", "lightning": "lightning.pytorch"}
 SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGKILL)
@@ -37,49 +34,29 @@ def side(page: str, without: str) -> str:
     return BEGINNING + "\n".join(lines).replace('every="10 min"', "every=2") + END
 
 
-class Starts:
-    """Starts a script again and again, each time as a process of its own."""
-
-    def __init__(self, script: str, folder: Path) -> None:
-        folder.mkdir()
-        (folder / "page.py").write_text(script)
-        self._log = folder / "log"
-        command = [sys.executable, str(SUPPORT / "forked_starts.py"), str(folder / "page.py")]
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": env}
-        self._starts: subprocess.Popen[str] = subprocess.Popen(command, cwd=folder, **pipes)  # type: ignore[call-overload]
-
-    def __enter__(self) -> Starts:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._starts.communicate()
-
-    def start(self, kill: tuple[int, float, int] | None = None) -> int:
-        assert self._starts.stdin
-        assert self._starts.stdout
-        order = {"arguments": [], "environment": {}, "kill": kill, "log": str(self._log)}
-        print(json.dumps(order), file=self._starts.stdin, flush=True)
-        return int(self._starts.stdout.readline())
-
-    def result(self) -> str:
-        assert self.start() == 0, self._log.read_text()
-        found = re.search(r"ends with (\w+)", self._log.read_text())
-        assert found
-        return found[1]
+def result(life: Life) -> str:
+    found = re.search(r"ends with (\w+)", life.checked().out)
+    assert found
+    return found[1]
 
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("page", NEEDS)
-def test_the_script_of_a_page_that_is_killed_ends_as_the_one_without_us(page: str, tmp_path: Path) -> None:
+def test_the_script_of_a_page_that_is_killed_ends_as_the_one_without_us(
+    page: str, tmp_path: Path, forks: Forks
+) -> None:
     pytest.importorskip(NEEDS[page])
     dice = random.Random(page)
-    with Starts(side(page, "+"), tmp_path / "plain") as plain:
-        expected = plain.result()
-    with Starts(side(page, "-"), tmp_path / "left alone") as left_alone:
-        assert left_alone.result() == expected
-    with Starts(side(page, "-"), tmp_path / "killed") as killed:
-        for number in SIGNALS:
-            code = killed.start((dice.randint(2, 3), dice.uniform(0, 2), int(number)))
-            assert code == (128 + number if number is signal.SIGTERM else -number)
-        assert killed.result() == expected
+    scripts = {"plain": side(page, "+"), "left alone": side(page, "-"), "killed": side(page, "-")}
+    for name, script in scripts.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "page.py").write_text(script)
+    warm = forks.preload(str(tmp_path / "killed" / "page.py"))
+    stops = [Stop(dice.randint(2, 3), dice.uniform(0, 0.002), number) for number in SIGNALS]
+
+    for stop in stops:
+        life = warm.begin(["page.py"], tmp_path / "killed", stop=stop).ended()
+        assert life.code == (128 + stop.signal if stop.signal is signal.SIGTERM else -stop.signal), life.err
+
+    ends = {name: result(warm.run(["page.py"], tmp_path / name)) for name in scripts}
+    assert len({*ends.values()}) == 1, ends

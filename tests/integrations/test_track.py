@@ -6,7 +6,6 @@ import gc
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
 import tracemalloc
@@ -20,6 +19,7 @@ from typing import Any
 import gloo
 import pytest
 import torch
+from forks import Forks
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -243,11 +243,11 @@ def test_an_error_of_the_tracker_is_raised_as_it_is(run_dir: Path) -> None:
         track(state, "tensorboard", nonsense=1)
 
 
-def test_no_tracker_is_imported_unless_asked_for() -> None:
+def test_no_tracker_is_imported_unless_asked_for(forks: Forks, tmp_path: Path) -> None:
     program = "import sys, resumable.integrations.trackers; print(*sys.modules)"
-    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    found = forks.run(["-c", program], tmp_path).checked().out
 
-    assert {"wandb", "mlflow", "trackio", "tensorboard"}.isdisjoint(found.stdout.split())
+    assert {"wandb", "mlflow", "trackio", "tensorboard"}.isdisjoint(found.split())
 
 
 def test_a_kill_leaves_what_a_stop_leaves(straight: dict[str, Points], run_dir: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import textwrap
 import traceback
@@ -17,6 +16,7 @@ from typing import Any
 import gloo
 import pytest
 import torch
+from forks import Forks
 from grouped import grouped
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
@@ -405,7 +405,7 @@ def skips(run_dir: Path) -> list[Any]:
 
 
 @pytest.mark.heavy
-def test_a_script_without_with_is_reported_at_its_end(run_dir: Path, tmp_path: Path) -> None:
+def test_a_script_without_with_is_reported_at_its_end(run_dir: Path, tmp_path: Path, forks: Forks) -> None:
     behind(run_dir, epoch=1)
     script = """
         import sys, torch
@@ -422,10 +422,9 @@ def test_a_script_without_with_is_reported_at_its_end(run_dir: Path, tmp_path: P
             state.save(loss=loss)
         """
     (tmp_path / "script.py").write_text(textwrap.dedent(script))
-    command = [sys.executable, str(tmp_path / "script.py"), str(run_dir)]
 
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    errors = forks.run(["script.py", run_dir], tmp_path).err
 
-    assert "NameError: name 'loss' is not defined" in ended.stderr
-    assert ended.stderr.count("'loss' was never assigned") == 1
+    assert "NameError: name 'loss' is not defined" in errors
+    assert errors.count("'loss' was never assigned") == 1
     assert [line["number"] for line in skips(run_dir)] == [2]

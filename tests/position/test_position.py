@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import subprocess
-import sys
 import warnings
 from collections.abc import Iterator
 from itertools import cycle, islice
@@ -14,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from forks import Forks
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, SubsetRandomSampler, TensorDataset
 
@@ -1230,9 +1229,7 @@ with RunState.load(sys.argv[1], model=model, loader=DataLoader(torch.zeros(9, 1)
 """
 
 
-def test_an_iterator_that_is_there_at_the_scripts_end_says_nothing(run_dir: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", LEFT_OPEN, str(run_dir)], capture_output=True, text=True, check=True
-    )
+def test_an_iterator_that_is_there_at_the_scripts_end_says_nothing(run_dir: Path, forks: Forks) -> None:
+    done = forks.run(["-c", LEFT_OPEN, run_dir], Path.cwd()).checked()
 
-    assert "Exception ignored" not in done.stderr
+    assert "Exception ignored" not in done.err

@@ -72,7 +72,6 @@ class Augmented(Dataset[Any]):
 
 def train(rank: int, run_dir: Path, whom: int | None, step: int, is_group: bool, options: Any) -> Any:
     """Train in DDP; at a step one rank gets a signal."""
-    os.setpgid(0, 0)
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 1)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)

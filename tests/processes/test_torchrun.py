@@ -8,14 +8,13 @@ import os
 import re
 import secrets
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forks import WARM, Child
 from places import ROOT
 
 from resumable import Run
@@ -150,20 +149,20 @@ dist.destroy_process_group()
 class Job:
     """One start of torchrun, in a folder that holds its run, what its workers note, and what they print."""
 
-    def __init__(self, folder: Path, child: subprocess.Popen[bytes], token: bytes) -> None:
+    def __init__(self, folder: Path, child: Child, token: bytes, before: str) -> None:
         self.folder = folder
         self.child = child
-        self._token = token
+        self._token, self._before = token, before
 
     def ended(self) -> int:
         """Return the exit code of torchrun; nothing that it has started is there any more."""
-        code = self.child.wait(LIMIT)
+        code = self.child.ended().code
         until(lambda: not self.processes(), "all processes of torchrun have ended", limit=5)
         # What torchrun raises at its end is 1, unless a thread of its own store makes it abort even later.
         return 1 if code == -signal.SIGABRT else code
 
     def processes(self) -> list[int]:
-        """Return the living processes of this job, by what all inherit: each has a session of its own."""
+        """Return the living processes of the workers, by what all inherit: each has a session of its own."""
         found = []
         for environ in Path("/proc").glob("[0-9]*/environ"):
             with contextlib.suppress(OSError):
@@ -173,10 +172,11 @@ class Job:
 
     def tell(self, number: int) -> None:
         """Send a signal to torchrun, and to nobody else."""
-        os.kill(self.child.pid, number)
+        self.child.send(number)
 
     def printed(self) -> str:
-        return (self.folder / "printed").read_text()
+        """Return what this start and those before it in the folder have printed."""
+        return self._before + self.child.out + self.child.err
 
 
 @contextlib.contextmanager
@@ -185,19 +185,20 @@ def torchrun(folder: Path, script: Path, *options: str, arguments: list[str]) ->
     folder.mkdir(parents=True, exist_ok=True)
     token = f"TORCHRUN_JOB={secrets.token_hex(8)}"
     name, _, value = token.partition("=")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command = [*launcher, *options, str(script), *arguments]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), name: value}
-    with open(folder / "printed", "ab") as printed:
-        child = subprocess.Popen(command, env=env, stdout=printed, stderr=printed, start_new_session=True)
-    job = Job(folder, child, token.encode())
+    command = ["-m", "torch.distributed.run", "--standalone", *options, script, *arguments]
+    variables = {"PYTHONPATH": str(ROOT), name: value}
+    printed = folder / "printed"
+    child = WARM.begin(command, Path.cwd(), environment=variables, deadline=LIMIT)
+    job = Job(folder, child, token.encode(), printed.read_text() if printed.exists() else "")
     try:
         yield job
     finally:
         for pid in job.processes():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        child.wait()
+        child.kill()
+        child.ended()
+        printed.write_text(job.printed())
 
 
 def start(folder: Path, size: int = 2, *options: str, **plan: Any) -> Any:
@@ -378,7 +379,7 @@ def test_all_ranks_of_the_example_leave_well_when_one_is_asked_to_end(tmp_path: 
     arguments = [str(tmp_path / "run"), "--epochs=8000"]
     with torchrun(tmp_path, EXAMPLE, "--nproc-per-node=2", arguments=arguments) as job:
         until(lambda: list(tmp_path.glob("run/checkpoints/0*")), "a checkpoint is there")
-        worker = next(pid for pid in job.processes() if pid != job.child.pid)
+        worker = job.processes()[0]
         os.kill(worker, signal.SIGTERM)
         assert job.ended() == 1
 

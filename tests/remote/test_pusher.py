@@ -11,8 +11,6 @@ import random
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 import warnings
@@ -25,6 +23,7 @@ import gloo
 import numpy as np
 import pytest
 import torch
+from forks import Forks
 from fsspec.implementations.memory import MemoryFileSystem
 from grouped import grouped
 from servers import S3, Place, ProxiedS3
@@ -406,23 +405,21 @@ for _ in state.steps(state.step + 1):
 
 
 @pytest.mark.heavy
-def test_a_script_that_ends_without_close_says_what_is_missing(tmp_path: Path) -> None:
+def test_a_script_that_ends_without_close_says_what_is_missing(tmp_path: Path, forks: Forks) -> None:
     (tmp_path / "file").touch()
-    command = [sys.executable, "-c", SCRIPT, str(tmp_path / "run"), f"file://{tmp_path}/file/exp"]
-    saved_first = [sys.executable, "-c", SCRIPT, str(tmp_path / "run"), f"file://{tmp_path}/place"]
-    subprocess.run(saved_first, check=True, capture_output=True)
+    command = ["-c", SCRIPT, tmp_path / "run"]
+    forks.run([*command, f"file://{tmp_path}/place"], tmp_path).checked()
 
-    ended = subprocess.run(command, capture_output=True, text=True, check=True)
+    ended = forks.run([*command, f"file://{tmp_path}/file/exp"], tmp_path).checked()
 
-    assert "Not a directory. It is tried again" in ended.stderr
-    assert "did not get to" in ended.stderr
-    assert "weakref" not in ended.stderr
+    assert "Not a directory. It is tried again" in ended.err
+    assert "did not get to" in ended.err
+    assert "weakref" not in ended.err
     assert verified(tmp_path / "run") == [1, 2]
 
 
 def preempted(rank: int, run_dir: Path, options: dict[str, Any]) -> None:
     """Be told to leave, with a remote that is gone."""
-    os.setpgid(0, 0)
     warnings.simplefilter("ignore", ResumableWarning)
     training = Training()
     with training.load(run_dir, **options) as state:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forks import Forks
 
 from resumable.run import environment
 
@@ -70,10 +71,12 @@ print(before["tf32"], before["cudnn_tf32"], now["tf32"], now["cudnn_tf32"])
 
 @pytest.mark.skipif(not hasattr(torch.backends, "fp32_precision"), reason="torch has no newer settings")
 @pytest.mark.heavy
-def test_the_newer_settings_of_tf32_are_read_where_the_older_refuse_to_answer() -> None:
-    done = subprocess.run([sys.executable, "-c", SETTINGS], capture_output=True, text=True, check=True)
+def test_the_newer_settings_of_tf32_are_read_where_the_older_refuse_to_answer(
+    forks: Forks, tmp_path: Path
+) -> None:
+    printed = forks.run(["-c", SETTINGS], tmp_path).checked().out
 
-    assert done.stdout.split() == ["highest", "True", "tf32", "ieee"]
+    assert printed.split() == ["highest", "True", "tf32", "ieee"]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forks import Forks
 
 from resumable import Boundary, CannotRead, ResumableWarning, RunState
 from resumable.files.large_files import Content
@@ -199,12 +199,15 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.heavy
-def test_a_save_whose_process_was_killed_before_it_noted_it_is_added_by_the_next(run: Run) -> None:
+def test_a_save_whose_process_was_killed_before_it_noted_it_is_added_by_the_next(
+    run: Run, forks: Forks
+) -> None:
     run.release()
     for number, came_from in ((1, None), (3, 2)):
         place = {"tests": str(Path(__file__).parent), "run": str(run.path)}
         script = KILLED.format(**place, number=number, came_from=came_from)
-        assert subprocess.run([sys.executable, "-c", script]).returncode == -signal.SIGKILL
+        life = forks.run(["-c", script], run.path, environment={"PYTHONPATH": os.pathsep.join(sys.path)})
+        assert life.code == -signal.SIGKILL, life.err
     run.acquire()
     History(run).begin(HERE, 4)
 

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from forks import Forks
 
 from resumable.saving.writer import PendingSave, Writer
 
@@ -170,36 +171,37 @@ def test_the_memory_of_a_save_that_failed_is_free_although_its_error_is_kept() -
     assert isinstance(kept.value.__cause__, DiskError)
 
 
-def _run_script(script: str) -> subprocess.CompletedProcess[str]:
-    lines = "from pathlib import Path\nfrom resumable.saving.writer import Writer\n" + script
-    return subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True, check=True)
+IMPORTS = "from pathlib import Path\nfrom resumable.saving.writer import Writer\n"
 
 
 @pytest.mark.heavy
 def test_the_interpreter_waits_at_its_end_for_the_save_in_flight() -> None:
-    ended = _run_script(
+    script = IMPORTS + (
         "import threading\n"
         "job = lambda: (threading.main_thread().join(), print('durable'))\n"
         "Writer().submit(1, Path('x'), job)\n"
         "print('script ended', flush=True)"
     )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
 
     assert ended.stdout.split("\n") == ["script ended", "durable", ""]
 
 
-def test_an_error_that_was_never_asked_for_is_reported_at_the_interpreters_end() -> None:
-    ended = _run_script("Writer().submit(1, Path('x'), lambda: 1 / 0)")
+def test_an_error_that_was_never_asked_for_is_reported_at_the_interpreters_end(
+    forks: Forks, tmp_path: Path
+) -> None:
+    ended = forks.run(["-c", f"{IMPORTS}Writer().submit(1, Path('x'), lambda: 1 / 0)"], tmp_path).checked()
 
-    assert "ZeroDivisionError" in ended.stderr
+    assert "ZeroDivisionError" in ended.err
 
 
 @pytest.mark.heavy
-def test_an_error_that_was_reported_is_not_reported_again_at_the_interpreters_end() -> None:
-    ended = _run_script(
-        "try:\n Writer().submit(1, Path('x'), lambda: 1 / 0).wait()\nexcept ZeroDivisionError:\n pass"
-    )
+def test_an_error_that_was_reported_is_not_reported_again_at_the_interpreters_end(
+    forks: Forks, tmp_path: Path
+) -> None:
+    asked = "try:\n Writer().submit(1, Path('x'), lambda: 1 / 0).wait()\nexcept ZeroDivisionError:\n pass"
 
-    assert ended.stderr == ""
+    assert forks.run(["-c", IMPORTS + asked], tmp_path).checked().err == ""
 
 
 def test_a_save_has_the_priority_of_the_training_that_may_wait_for_it() -> None:

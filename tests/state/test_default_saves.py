@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
-import sys
 import time
 import warnings
 from collections.abc import Iterator
@@ -14,6 +12,7 @@ from typing import Any
 import gloo
 import pytest
 import torch
+from forks import Forks
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -285,7 +284,7 @@ def test_processes_that_stand_at_different_batches_warn_and_end(tmp_path: Path) 
 
 
 @pytest.mark.heavy
-def test_a_run_that_was_not_closed_says_what_was_lost(tmp_path: Path) -> None:
+def test_a_run_that_was_not_closed_says_what_was_lost(tmp_path: Path, forks: Forks) -> None:
     script = """
 import torch
 from resumable import RunState
@@ -295,7 +294,6 @@ state = RunState.load("run", model=model, optimizer=optimizer, loader=[0, 1])
 for _ in state.batches():
     model(torch.ones(1)).backward(), optimizer.step()
 """
-    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True)
+    errors = forks.run(["-c", script], tmp_path).checked().err
 
-    assert done.returncode == 0, done.stderr
-    assert "run was not closed, and what was trained since the last save is in no checkpoint" in done.stderr
+    assert "run was not closed, and what was trained since the last save is in no checkpoint" in errors

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from forks import Forks
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
@@ -1191,19 +1192,21 @@ def test_a_step_of_a_fused_optimizer_after_save_is_reported(run_dir: Path) -> No
 
 
 @pytest.mark.heavy
-def test_a_run_that_was_copied_by_its_own_process_keeps_its_lock(run_dir: Path, tmp_path: Path) -> None:
+def test_a_run_that_was_copied_by_its_own_process_keeps_its_lock(
+    run_dir: Path, tmp_path: Path, forks: Forks
+) -> None:
     with RunState.load(run_dir) as state:
         shutil.copytree(run_dir, tmp_path / "copy")
         state.save()
 
         code = f"from resumable import RunState; RunState.load({str(run_dir)!r})"
-        other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        other = forks.run(["-c", code], tmp_path)
 
-    assert "RunInUse" in other.stderr
+    assert "RunInUse" in other.err
 
 
 @pytest.mark.heavy
-def test_the_newer_way_to_set_tf32_does_not_stop_a_save(run_dir: Path) -> None:
+def test_the_newer_way_to_set_tf32_does_not_stop_a_save(run_dir: Path, forks: Forks) -> None:
     code = f"""
 import torch
 from resumable import RunState
@@ -1215,7 +1218,7 @@ for _ in range(2):
         state.save()
 """
 
-    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
+    forks.run(["-W", "error", "-c", code], Path.cwd()).checked()
 
     assert Run(run_dir).numbers() == [1, 2]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import multiprocessing
 import os
+import pickle
 import signal
 import sys
 import tempfile
@@ -18,11 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-_context: Any = multiprocessing.get_context("forkserver")
-# Imported once, in the process that the others are forked from: to import torch takes seconds.
-_context.set_forkserver_preload(
-    ["torch.utils.data", "torch.distributed.fsdp", "torch._dynamo", "resumable.state", "torch.testing"]
-)
+from forks import WARM, Child
 
 
 @dataclass
@@ -47,36 +43,34 @@ def run(
     """Call `body(rank, *args)` in each process of a group; what still runs at the limit is killed."""
     folder.mkdir(parents=True, exist_ok=True)
     port = folder / f"port-{time.monotonic_ns()}"
-    answers = [_context.Pipe(duplex=False) for _ in range(size)]
-    processes = [
-        _context.Process(
-            target=_call,
-            args=(rank, size, port, answers[rank][1], body, args, dict(env[rank]) if env else {}),
+    end = time.monotonic() + limit
+    ranks = [
+        WARM.begin_call(
+            *(_call, rank, size, port, body, args),
+            folder=Path.cwd(),
+            environment=env[rank] if env else None,
+            deadline=limit + 20,
         )
         for rank in range(size)
     ]
-    for process in processes:
-        process.start()
-    for _, theirs in answers:
-        theirs.close()
-    end = time.monotonic() + limit
-    ended = [_awaited(process, answer, end) for process, (answer, _) in zip(processes, answers, strict=True)]
-    for process in processes:
-        process.kill()
-        process.join()
-    return ended
+    for child in ranks:
+        # A process that is stopped never ends
+        while time.monotonic() < end and not child.has_ended(0.2) and not _is_stopped(child.pid):
+            pass
+    for child in ranks:
+        child.kill()
+    return [_ended(child, _answer(port, rank)) for rank, child in enumerate(ranks)]
 
 
-def _awaited(process: Any, answer: Any, end: float) -> Ended:
-    found = Ended()
-    # A process that was killed leaves an empty pipe, and one that was stopped nothing
-    with contextlib.suppress(EOFError):
-        while time.monotonic() < end and not _is_stopped(process.pid):
-            if answer.poll(0.2):
-                found = answer.recv()
-                process.join(max(0.0, min(10.0, end - time.monotonic())))
-                break
-    found.exitcode = process.exitcode
+def _answer(port: Path, rank: int) -> Path:
+    return port.with_suffix(f".{rank}")
+
+
+def _ended(child: Child, answer: Path) -> Ended:
+    life = child.ended()
+    sys.stderr.write(life.err)
+    found = pickle.loads(answer.read_bytes()) if answer.exists() else Ended()
+    found.exitcode, found.printed = life.code, life.out
     return found
 
 
@@ -87,40 +81,21 @@ def _is_stopped(pid: int) -> bool:
     return False
 
 
-def _call(
-    rank: int, size: int, port: Path, answer: Any, body: Callable[..., Any], args: Any, env: dict[str, str]
-) -> None:
-    import io
-
-    import torch
-
-    os.environ.update(env)
-    # Else workers of loaders would be started as these processes are
-    multiprocessing.set_start_method("fork", force=True)
-    torch.set_num_threads(1)
+def _call(rank: int, size: int, port: Path, body: Callable[..., Any], args: Any) -> None:
     join(rank, size, port)
-    found, printed, began = Ended(), io.StringIO(), time.monotonic()
-    with contextlib.redirect_stdout(printed):
-        try:
-            found.value = body(rank, *args)
-        except BaseException as exc:
-            traceback.print_exc()
-            found.error = exc
-    found.printed, found.seconds = printed.getvalue(), time.monotonic() - began
-    _save_coverage()
-    answer.send(found)
-    answer.close()
-    sys.stderr.flush()
+    found, began = Ended(), time.monotonic()
+    try:
+        found.value = body(rank, *args)
+    except BaseException as exc:
+        traceback.print_exc()
+        found.error = exc
+    found.seconds = time.monotonic() - began
+    answer = _answer(port, rank)
+    answer.with_suffix(".new").write_bytes(pickle.dumps(found))
+    answer.with_suffix(".new").rename(answer)
     # The store is in rank 0: it stays until the others have had their say.
     if rank == 0:
         time.sleep(0.2)
-
-
-def _save_coverage() -> None:
-    # A process that was forked ends without it
-    if (module := sys.modules.get("coverage")) and (measured := module.Coverage.current()):
-        measured.stop()
-        measured.save()
 
 
 def join(rank: int, size: int, port: Path) -> None:

@@ -74,7 +74,10 @@ def best(step: int) -> int:
 
 
 class Victim:
-    """A process that is forked from this one, which has torch already; it tells how far it has come."""
+    """A process that is forked from this one, which has torch already; it tells how far it has come.
+
+    Its body is a closure of the test, which no other process has, and what it has forked outlives it.
+    """
 
     def __init__(self, body: Callable[[Tell], object]) -> None:
         self._pipe, theirs = os.pipe()

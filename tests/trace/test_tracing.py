@@ -7,7 +7,6 @@ import os
 import queue
 import random
 import signal
-import subprocess
 import sys
 import threading
 import weakref
@@ -19,6 +18,7 @@ import gloo
 import numpy as np
 import pytest
 import torch
+from forks import Forks
 from grouped import grouped
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -622,21 +622,15 @@ for epoch in script.state.epochs(3):
 
 @pytest.mark.heavy
 def test_a_training_that_is_killed_twice_has_the_trace_of_one_that_is_not(
-    tmp_path: Path, straight: list[Record]
+    tmp_path: Path, straight: list[Record], forks: Forks
 ) -> None:
     code = KILLED.format(tests=str(Path(__file__).parent))
     for until in (6, 9, 99):
         # Killed while it wrote a line
         with open(tmp_path / "a.jsonl", "ab") as file:
             file.write(b'{"at":{"ki' if until != 6 else b"")
-        done = subprocess.run(
-            [sys.executable, "-c", code, str(until)],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == (0 if until == 99 else -signal.SIGKILL), done.stderr
+        life = forks.run(["-c", code, until], tmp_path, environment={"PYTHONPATH": os.pathsep.join(sys.path)})
+        assert life.code == (0 if until == 99 else -signal.SIGKILL), life.err
 
     found = trace_file.read(tmp_path / "a.jsonl")
     assert not trace_file.first_difference(straight, found)

@@ -8,8 +8,10 @@ import subprocess
 import sys
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
+from forks import WARM, Life
 from places import DATA, ROOT
 from sharded_training import CAN_SHARD
 
@@ -29,21 +31,19 @@ ENDS = [(7, signal.SIGKILL), (6, signal.SIGKILL), (5, signal.SIGTERM)]
 """After how many batches of a start its end comes, and how: in mid-epoch, at a last batch, in mid-epoch."""
 
 
-def _started(device: str, kind: str, run: Path, *end: int) -> subprocess.CompletedProcess[str]:
+def _started(device: str, kind: str, run: Path, *end: int) -> Life:
     # Before CUDA starts: what it needs to repeat the sums of matrix products.
-    environment = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        [sys.executable, str(DATA / "on_device.py"), device, kind, str(run), *map(str, end)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    environment = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTHONPATH": str(ROOT)}
+    command = [str(DATA / "on_device.py"), device, kind, str(run), *map(str, end)]
+    if device == "cpu":
+        return WARM.run(command, run.parent, environment=environment, deadline=300)
+    how: Any = {"capture_output": True, "text": True, "timeout": 300}
+    done = subprocess.run([sys.executable, *command], env={**os.environ, **environment}, **how)
+    return Life(done.returncode, done.stdout, done.stderr)
 
 
-def _digest(ended: subprocess.CompletedProcess[str]) -> str:
-    assert ended.returncode == 0, ended.stderr[-2000:]
-    return ended.stdout.split("digest ")[1].strip()
+def _digest(ended: Life) -> str:
+    return ended.checked().out.split("digest ")[1].strip()
 
 
 def _chain(device: str, kind: str, folder: Path) -> tuple[str, str]:
@@ -52,7 +52,7 @@ def _chain(device: str, kind: str, folder: Path) -> tuple[str, str]:
     for batches, number in ENDS:
         ended = _started(device, kind, folder / "ended", batches, number)
         expected = -number if number == signal.SIGKILL else 128 + number
-        assert ended.returncode == expected, ended.stderr[-2000:]
+        assert ended.code == expected, ended.err
     return straight, _digest(_started(device, kind, folder / "ended"))
 
 

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import ast
 import difflib
-import os
 import random
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -18,8 +15,8 @@ from typing import NamedTuple
 
 import pytest
 import tiny
-from forks import Forks
-from places import DATA, ROOT
+from forks import WARM
+from places import DATA
 
 from resumable import Run
 from resumable.run import history
@@ -51,44 +48,14 @@ class Ended(NamedTuple):
         return [line for line in lines if "Warning" in line]
 
 
-def start(command: Sequence[str], folder: Path) -> Ended:
-    """Run a command in a session of its own; return what the script printed, without the library's lines."""
-    paths = str(ROOT), os.environ.get("PYTHONPATH")
-    python = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"}
-    process = subprocess.Popen(
-        [sys.executable, *command],
-        cwd=folder,
-        env={**os.environ, **python},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        code = process.wait(timeout=60)
-    finally:
-        # Workers of a script that was killed would keep its pipes open until they notice.
-        _end_group(process.pid)
-    printed, errors = process.communicate()
-    return Ended(_of_script(printed), code, errors)
-
-
-def _end_group(number: int) -> None:
-    try:
-        os.killpg(number, signal.SIGKILL)
-    except ProcessLookupError:
-        return
+def start(command: Sequence[object], folder: Path) -> Ended:
+    """Run a command; return what the script printed, without the library's lines."""
+    life = WARM.run(command, folder)
+    return Ended(_of_script(life.out), life.code, life.err)
 
 
 def stopped(how: str, tick: int, script: Path) -> list[str]:
     return [str(REAL / "stopped.py"), how, str(tick), str(script)]
-
-
-def start_and_stop(forks: Forks, command: Sequence[str], folder: Path) -> Ended:
-    """Do the same in a fork of a process that has imported torch already."""
-    log, errors = folder.with_name("log"), folder.with_name("errors")
-    code = forks.in_session([sys.executable, *command], os.environ, folder, log, errors)
-    return Ended(_of_script(log.read_text()), code, errors.read_text())
 
 
 def _of_script(printed: str) -> list[str]:
@@ -105,14 +72,11 @@ def plain(name: str) -> tuple[list[str], int]:
     return ended.lines, int(ended.errors.split("ticks ")[-1])
 
 
-def goes_on(forks: Forks, name: str, how: str, ticks: Sequence[int], folder: Path) -> None:
-    """Stop the script at these ticks, one in each start; check that all print what the plain one does.
-
-    The plain one and the last start have interpreters of their own.
-    """
+def goes_on(name: str, how: str, ticks: Sequence[int], folder: Path) -> None:
+    """Stop the script at these ticks, one in each start; check that all print what the plain one does."""
     script, expected = REAL / f"{name}_resumable.py", plain(name)[0]
-    starts = [start_and_stop(forks, stopped(how, tick, script), folder) for tick in ticks]
-    last = start([str(script)], folder)
+    starts = [start(stopped(how, tick, script), folder) for tick in ticks]
+    last = start([script], folder)
     for ended in (*starts, last):
         code = 0 if ended is last else {"kill": -signal.SIGKILL, "term": 128 + signal.SIGTERM}[how]
         assert ended.code == code, ended.errors
@@ -133,13 +97,6 @@ def lines_of(script: Path) -> list[str]:
     return ast.unparse(ast.parse(script.read_text())).splitlines()
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """The folder that a script runs in; what it prints goes beside it."""
-    (made := tmp_path / "folder").mkdir()
-    return made
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_a_conversion_changes_at_most_eight_lines(name: str) -> None:
     before, after = lines_of(REAL / f"{name}.py"), lines_of(REAL / f"{name}_resumable.py")
@@ -153,17 +110,15 @@ def test_a_conversion_changes_at_most_eight_lines(name: str) -> None:
 @pytest.mark.heavy
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", NAMES)
-def test_a_converted_script_prints_what_the_plain_one_does(forks: Forks, name: str, folder: Path) -> None:
-    goes_on(forks, name, "kill", (), folder)
+def test_a_converted_script_prints_what_the_plain_one_does(name: str, tmp_path: Path) -> None:
+    goes_on(name, "kill", (), tmp_path)
 
 
 @pytest.mark.proves("exact")
 @pytest.mark.heavy
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", NAMES)
-def test_a_script_that_is_killed_three_times_ends_with_the_same_bits(
-    forks: Forks, name: str, folder: Path
-) -> None:
+def test_a_script_that_is_killed_three_times_ends_with_the_same_bits(name: str, tmp_path: Path) -> None:
     total = plain(name)[1]
     first, second, third = (
         total * twelfth // 12 for twelfth in sorted(random.Random(name).sample(range(3, 12), 3))
@@ -172,9 +127,9 @@ def test_a_script_that_is_killed_three_times_ends_with_the_same_bits(
     ticks = [first, second - first, third - second]
     print(f"killed after {ticks} of {total}")
 
-    goes_on(forks, name, "kill", ticks, folder)
+    goes_on(name, "kill", ticks, tmp_path)
 
-    attempts = history.attempts(history.read(_run(folder).path))
+    attempts = history.attempts(history.read(_run(tmp_path).path))
     assert sum(attempt["from"] is not None for attempt in attempts) >= 2
 
 
@@ -182,10 +137,8 @@ def test_a_script_that_is_killed_three_times_ends_with_the_same_bits(
 @pytest.mark.heavy
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", NAMES)
-def test_a_script_whose_group_gets_sigterm_ends_with_the_same_bits(
-    forks: Forks, name: str, folder: Path
-) -> None:
+def test_a_script_whose_group_gets_sigterm_ends_with_the_same_bits(name: str, tmp_path: Path) -> None:
     tick = random.Random(name).randrange(1, plain(name)[1])
     print(f"SIGTERM after {tick} of {plain(name)[1]}")
 
-    goes_on(forks, name, "term", [tick], folder)
+    goes_on(name, "term", [tick], tmp_path)

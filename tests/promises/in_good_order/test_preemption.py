@@ -19,6 +19,7 @@ import gloo
 import numpy as np
 import pytest
 import torch
+from forks import WARM, Life
 from grouped import grouped
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
@@ -56,7 +57,6 @@ def train(
     _: int, run_dir: Path, where: str, at: int | None, number: signal.Signals, is_group: bool, **options: Any
 ) -> tuple[str, int]:
     """Train to the end, or until the signal that comes at step `at`."""
-    os.setpgid(0, 0)
     for seed in (random.seed, np.random.seed, torch.manual_seed):
         seed(0)
     send = sender(number, is_group=is_group)
@@ -209,9 +209,8 @@ print(f"done after {state.step}")
 """
 
 
-def script(run_dir: Path, *names: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", SCRIPT, str(run_dir), *names]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+def script(run_dir: Path, *names: str) -> Life:
+    return WARM.run(["-c", SCRIPT, run_dir, *names], Path.cwd())
 
 
 @pytest.mark.proves("in good order")
@@ -220,29 +219,29 @@ def script(run_dir: Path, *names: str) -> subprocess.CompletedProcess[str]:
 def test_the_exit_code_says_which_signal_it_was_and_one_line_what_happened(run_dir: Path, name: str) -> None:
     done = script(run_dir, name)
 
-    assert done.returncode == 128 + getattr(signal, name)
-    assert done.stdout.splitlines()[1:] == [
+    assert done.code == 128 + getattr(signal, name), done.err
+    assert done.out.splitlines()[1:] == [
         f"{name}: {run_dir} is saved, checkpoint 1: epoch 0, batch 4/6, step 4; "
         "the same command continues from there"
     ]
-    assert script(run_dir).stdout.splitlines()[-1] == "done after 18"
+    assert script(run_dir).out.splitlines()[-1] == "done after 18"
 
 
 @pytest.mark.heavy
 def test_a_second_ctrl_c_leaves_at_once_and_saves_nothing(run_dir: Path) -> None:
     done = script(run_dir, "SIGINT", "SIGINT")
 
-    assert done.returncode == 130
-    assert "Traceback" not in done.stderr
+    assert done.code == 130
+    assert "Traceback" not in done.err
     left = "left at once, without saving; the same command"
-    assert done.stdout.splitlines()[-1] == f"{left} starts fresh"
+    assert done.out.splitlines()[-1] == f"{left} starts fresh"
     assert Run(run_dir).numbers() == []
     assert listing.of_run(Run(run_dir)).state == "stopped"
 
     script(run_dir, "SIGINT")
     done = script(run_dir, "SIGINT", "SIGINT")
 
-    assert done.stdout.splitlines()[-1] == f"{left} continues from checkpoint 1 (step 4)"
+    assert done.out.splitlines()[-1] == f"{left} continues from checkpoint 1 (step 4)"
 
 
 class Training:

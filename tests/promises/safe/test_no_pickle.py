@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from forks import Forks
 
 SCRIPT = """
 import os, re, sys, random
@@ -78,12 +77,11 @@ print("seen", sum(event == "open" for event, _ in events))
 
 
 @pytest.mark.proves("safe")
-def test_saving_and_loading_unpickle_nothing_and_open_nothing_outside_the_run(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", SCRIPT, str(tmp_path / "exp")]
+def test_saving_and_loading_unpickle_nothing_and_open_nothing_outside_the_run(
+    forks: Forks, tmp_path: Path
+) -> None:
+    printed = forks.run(["-c", SCRIPT, tmp_path / "exp"], tmp_path).checked().out
 
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-
-    assert done.returncode == 0, done.stderr
-    assert "FORBIDDEN" not in done.stdout, done.stdout
+    assert "FORBIDDEN" not in printed, printed
     # The hook is on: it has seen the files of the run.
-    assert int(done.stdout.split()[-1]) > 10
+    assert int(printed.split()[-1]) > 10

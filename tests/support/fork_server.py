@@ -1,0 +1,291 @@
+"""The interpreter that `forks.py` forks processes from: fork_server.py SOCKET MODULES."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import pickle
+import selectors
+import signal
+import socket
+import sys
+import time
+import types
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+_WHERE = signal.SIGRTMAX
+"""Lets a process write where each of its threads is."""
+
+_code = 0
+"""What this process ends with."""
+
+
+class _Served:
+    """A fork, for the server."""
+
+    def __init__(self, pid: int, answers: socket.socket, deadline: float) -> None:
+        self.pid, self.answers, self.fd = pid, answers, os.pidfd_open(pid)
+        self.end = time.monotonic() + deadline
+        self.is_late = False
+        answers.send(str(pid).encode())
+
+    def end_if_late(self) -> None:
+        """Let it tell where it hangs, and a second later kill it."""
+        if time.monotonic() >= self.end:
+            if self.is_late:
+                self.kill()
+            else:
+                os.kill(self.pid, _WHERE)
+            self.is_late, self.end = True, time.monotonic() + 1
+
+    def kill(self) -> None:
+        """Kill it, and all that is in its session's group."""
+        for kill in (os.killpg, os.kill):
+            with contextlib.suppress(ProcessLookupError):
+                kill(self.pid, signal.SIGKILL)
+
+    def bury(self) -> None:
+        """Kill what it has left behind, and answer how it ended."""
+        # Workers of a script that was killed would write to its files until they notice.
+        self.kill()
+        code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        with contextlib.suppress(BrokenPipeError):
+            self.answers.send(str("late" if self.is_late else code).encode())
+        os.close(self.fd)
+        self.answers.close()
+
+
+def _serve(orders: socket.socket) -> list[int]:
+    """Return, in each fork, the files of its order; the server itself ends with the process that began it."""
+    import warnings
+
+    poll = selectors.DefaultSelector()
+    poll.register(orders, selectors.EVENT_READ)
+    served: list[_Served] = []
+    while True:
+        late = min((one.end for one in served), default=None)
+        for key, _ in poll.select(late and max(0, late - time.monotonic())):
+            one = key.data
+            if one is None:
+                deadline, files, *_ = socket.recv_fds(orders, 64, 4)
+                if not deadline:
+                    for one in served:
+                        one.kill()
+                    os._exit(0)
+                answers = socket.socket(fileno=files[0])
+                with warnings.catch_warnings():
+                    # Newer Pythons warn of the threads of numpy, which it prepares for a fork
+                    warnings.simplefilter("ignore", DeprecationWarning)
+                    pid = os.fork()
+                if pid == 0:
+                    poll.close()
+                    for sock in (orders, answers, *(other.answers for other in served)):
+                        sock.close()
+                    for other in served:
+                        os.close(other.fd)
+                    return files[1:]
+                for fd in files[1:]:
+                    os.close(fd)
+                served.append(one := _Served(pid, answers, float(deadline)))
+                poll.register(one.fd, selectors.EVENT_READ, one)
+                poll.register(answers, selectors.EVENT_READ, one)
+            elif key.fd == one.fd:
+                served.remove(one)
+                poll.unregister(one.fd)
+                with contextlib.suppress(KeyError):
+                    poll.unregister(one.answers)
+                one.bury()
+            elif one in served:
+                # The other end was closed: nobody waits for it any more.
+                poll.unregister(one.answers)
+                one.kill()
+        for one in served:
+            one.end_if_late()
+
+
+def _warm(modules: Sequence[str]) -> None:
+    import faulthandler
+    import gc
+    import importlib
+
+    import numpy  # noqa: F401
+    import torch
+    import torch._dynamo
+    import torch.distributed.fsdp
+    import torch.testing
+    import torch.utils.data
+
+    import resumable.audit.audit
+    import resumable.state  # noqa: F401
+
+    for module in modules:
+        for name, attribute in _imports(module) if module.endswith(".py") else [(module, "")]:
+            # Some packages import what is behind a name when it is asked for
+            getattr(importlib.import_module(name), attribute, None)
+    threads = torch.get_num_threads()
+    # A pool of threads would be gone in the forks, and waited for
+    torch.set_num_threads(1)
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for rows in torch.utils.data.DataLoader(torch.ones(2, 2)):
+        model(rows).sum().backward()
+        optimizer.step()
+    torch.set_num_threads(threads)
+    faulthandler.register(_WHERE)
+    del model, optimizer, rows
+    gc.collect()
+    # What was imported is neither copied nor looked through again in every fork
+    gc.freeze()
+
+
+def _imports(script: str) -> Iterator[tuple[str, str]]:
+    import ast
+
+    for node in ast.walk(ast.parse(Path(script).read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, "") for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from ((node.module, alias.name) for alias in node.names)
+
+
+def _become(order: dict[str, Any], out: int, err: int) -> None:
+    """Be what an order says, apart from its code."""
+    import ctypes
+    import random
+
+    import numpy as np
+    import torch
+
+    server = os.getppid()
+    os.setsid()
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: killed when the server is
+    if os.getppid() != server:
+        os._exit(1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.dup2(out, 1)
+    os.dup2(err, 2)
+    os.close(out)
+    os.close(err)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    os.chdir(order["folder"])
+    os.environ.clear()
+    os.environ.update(order["environment"])
+    # Else all forks would draw the same where a script seeds nothing
+    random.seed()
+    np.random.seed()
+    torch.seed()
+    if order["stop"]:
+        _stop_after(*order["stop"])
+
+
+def _stop_after(steps: int, seconds: float, number: int) -> None:
+    import threading
+
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    done = 0
+
+    def count(*_: Any) -> None:
+        nonlocal done
+        done += 1
+        if done == steps and seconds:
+            threading.Timer(seconds, os.kill, (os.getpid(), number)).start()
+        elif done == steps:
+            os.kill(os.getpid(), number)
+
+    register_optimizer_step_post_hook(count)
+
+
+def _command(command: list[str]) -> Callable[[], object]:
+    """Return what runs a command line of Python, as its `__main__`."""
+    import runpy
+    import warnings
+    from importlib.machinery import SourceFileLoader
+
+    if asked := os.environ.get("PYTHONWARNINGS"):
+        warnings._processoptions(asked.split(","))  # type: ignore[attr-defined]
+    while command[0] == "-W":
+        warnings._processoptions([command[1]])  # type: ignore[attr-defined]
+        command = command[2:]
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[1:1] = [one for one in paths if one and one not in sys.path[1:]]
+    sys.argv = command
+    if command[0] == "-m":
+        sys.argv = command[1:]
+        sys.path[0] = os.getcwd()
+        return lambda: runpy._run_module_as_main(command[1])  # type: ignore[attr-defined]
+    if command[0] == "-c":
+        sys.argv = ["-c", *command[2:]]
+        sys.path[0] = ""
+        code = compile(command[1], "<string>", "exec")
+    else:
+        assert not command[0].startswith("-"), f"a fork knows no {command[0]}"
+        file = os.path.abspath(command[0])
+        sys.path[0] = os.path.dirname(os.path.realpath(file))
+        main.__file__, main.__loader__ = file, SourceFileLoader("__main__", file)
+        code = compile(Path(file).read_bytes(), file, "exec")
+    main.__builtins__ = __builtins__  # type: ignore[attr-defined]
+    return lambda: exec(code, main.__dict__)
+
+
+def _called(call: bytes, path: list[str]) -> Callable[[], object]:
+    import torch
+
+    torch.set_num_threads(1)
+    sys.path[:] = path
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    function, arguments = pickle.loads(call)
+    return lambda: function(*arguments)
+
+
+def _main(orders: int, *modules: str) -> None:
+    global _code
+    atexit.register(_leave)
+    _warm(modules)
+    file, out, err = _serve(socket.socket(fileno=orders))
+    with os.fdopen(file, "rb") as opened:
+        opened.seek(0)
+        order = pickle.load(opened)
+    _become(order, out, err)
+    # Not in a loop of this file: the functions of a script would count as begun again in each pass.
+    try:
+        (_command(order["command"]) if order["command"] else _called(order["call"], order["path"]))()
+    except SystemExit as exc:
+        _code = exc.code if isinstance(exc.code, int) else int(exc.code is not None)
+        if _code and exc.code is not _code:
+            print(exc.code, file=sys.stderr)
+    except BaseException as exc:
+        # As where nothing has called the script
+        trace = exc.__traceback__
+        while trace and trace.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):
+            trace = trace.tb_next
+        sys.last_type, sys.last_value, sys.last_traceback = type(exc), exc.with_traceback(trace), trace
+        sys.last_exc = exc
+        sys.excepthook(type(exc), exc, trace)
+        _code = -signal.SIGINT if isinstance(exc, KeyboardInterrupt) else 1
+
+
+def _leave() -> NoReturn:
+    """Leave after all other exit handlers: to take apart the modules of the server would take 0.3 s."""
+    import gc
+
+    vars(sys.modules["__main__"]).clear()
+    gc.collect()
+    if (module := sys.modules.get("coverage")) and (measured := module.Coverage.current()):
+        # Its exit handler is older
+        measured.stop()
+        measured.save()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if _code < 0:
+        signal.signal(-_code, signal.SIG_DFL)
+        os.kill(os.getpid(), -_code)
+    os._exit(_code & 255)
+
+
+if __name__ == "__main__":
+    _main(int(sys.argv[1]), *sys.argv[2:])
