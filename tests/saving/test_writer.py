@@ -122,18 +122,14 @@ def test_the_interpreter_waits_at_its_end_for_the_save_in_flight() -> None:
     assert ended.stdout.split("\n") == ["script ended", "durable", ""]
 
 
-def test_an_error_never_asked_for_is_reported_at_the_interpreters_end(
-    forks: Forks, tmp_path: Path
-) -> None:
+def test_an_error_never_asked_for_is_reported_at_the_interpreters_end(forks: Forks, tmp_path: Path) -> None:
     ended = forks.run(["-c", f"{IMPORTS}Writer().submit(1, Path('x'), lambda: 1 / 0)"], tmp_path).checked()
 
     assert "ZeroDivisionError" in ended.err
 
 
 @pytest.mark.heavy
-def test_an_error_that_was_raised_is_not_reported_again_at_the_end(
-    forks: Forks, tmp_path: Path
-) -> None:
+def test_an_error_that_was_raised_is_not_reported_again_at_the_end(forks: Forks, tmp_path: Path) -> None:
     asked = "try:\n Writer().submit(1, Path('x'), lambda: 1 / 0).wait()\nexcept ZeroDivisionError:\n pass"
 
     assert forks.run(["-c", IMPORTS + asked], tmp_path).checked().err == ""

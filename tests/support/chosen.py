@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+QUICK = "not heavy and not nightly and not cuda"
+"""What pytest takes for -m unless it is given; see addopts in pyproject.toml."""
 OF_HEAVY = 3
 """Of the cases of a heavy test every third runs at each commit, unless `sampled(n)` says otherwise."""
 _SEED = "TESTS_SEED"
@@ -27,9 +29,11 @@ def begin(config: pytest.Config) -> None:
     config.option.seed = config.option.seed or of_today()
     config.option.hypothesis_seed = config.option.seed
     os.environ[_SEED] = str(config.option.seed)
-    if config.args and all("::" in argument for argument in config.args):
+    if config.option.markexpr == QUICK and all("::" in one for one in config.args):
         # A test that is named is meant, whatever it costs.
         config.option.markexpr = ""
+    elif config.option.markexpr == QUICK and all("integrations" in one for one in config.args):
+        config.option.markexpr = "not nightly and not cuda"
 
 
 def dice() -> random.Random:
@@ -41,9 +45,13 @@ def dice() -> random.Random:
 def sample(items: list[pytest.Item], seed: int) -> None:
     """Leave every n-th case of a test that is marked as quick(n), and make the others heavy.
 
+    Those of the integrations are heavy: a framework takes seconds to import.
     Of a heavy test, and of one that is marked as sampled(n), leave every n-th by the seed, and make the
     others nightly. The quick part is the same every day, so that coverage is too.
     """
+    for item in items:
+        if "integrations" in item.path.parts:
+            item.add_marker("heavy")
     # What takes longest begins first: at the end one process would work, and the others wait.
     items.sort(key=lambda item: ("test_remote_proofs" not in item.nodeid, "promises" not in item.path.parts))
     for name, elsewhere, salt in (("quick", "heavy", ""), ("sampled", "nightly", str(seed))):

@@ -37,8 +37,6 @@ Command = Sequence[object]
 Function = Callable[..., Any]
 Env = Mapping[str, str] | None
 
-# Of two threads on two busy cores one waits for the other most of the time.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Of a moment at which no test has changed it
 _ENVIRONMENT = dict(os.environ)
 
@@ -241,7 +239,9 @@ class Forks:
                 command = [sys.executable, str(_SERVER), str(theirs.fileno()), *self._modules]
                 how: Any = {"pass_fds": [theirs.fileno()], "stdin": subprocess.DEVNULL}
                 # Not of the group that Ctrl-C ends: the server ends when its socket is closed.
-                self._server = subprocess.Popen(command, **how, env=_ENVIRONMENT, start_new_session=True)
+                # Of two threads on two busy cores one waits for the other most of the time.
+                environment = {"OMP_NUM_THREADS": "1", **_ENVIRONMENT}
+                self._server = subprocess.Popen(command, **how, env=environment, start_new_session=True)
         return self._socket
 
     def close(self) -> None:
