@@ -69,7 +69,7 @@ def test_a_script_that_gives_everything_loses_nothing(
     assert not lost_in(SHAPES / shape, tmp_path, monkeypatch)
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(12)
 @pytest.mark.filterwarnings(
     "ignore:an optimizer", "ignore:a scheduler", "ignore:this loop draws", "ignore:.* has weights that change"
 )

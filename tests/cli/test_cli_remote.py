@@ -548,7 +548,7 @@ def typed(*command: object, **variables: str) -> Life:
     return WARM.run(command, Path.cwd(), environment=variables)
 
 
-@pytest.mark.quick(5)
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     "name", ["run.json.part", "state.json", "00000.json", "manifest.json.part", "newest.json.part"]
 )

@@ -86,6 +86,7 @@ def _a_bucket(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     server.remove("bucket")
 
 
+@pytest.mark.quick(15)
 @pytest.mark.usefixtures("_a_bucket", "as_in_a_script")
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page) and page not in (GUIDE, RECORDED)])

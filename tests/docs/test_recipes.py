@@ -800,6 +800,7 @@ def test_a_wrong_secret_is_reported_as_on_the_page(
     assert "not-the-secret" not in "".join(texts)
 
 
+@pytest.mark.heavy
 def test_the_rule_for_killed_uploads_is_one_that_s3_takes(s3: S3) -> None:
     rule = json.loads(blocks("remotes.md", "json")[1])
 

@@ -794,6 +794,7 @@ def assert_filled(data: bytes, targets: Sequence[Target]) -> None:
             assert (taking.found, taking.times) == (expected, [1] * len(expected))
 
 
+@pytest.mark.heavy
 @settings(deadline=None, database=None, max_examples=150)
 @given(ranges(), sizes, st.sampled_from([Lane, SmallLane]), st.data())
 @example((60, [(0, 60, "memory")]), Sizes(25, 12, 1), Lane, None)

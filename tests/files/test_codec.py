@@ -194,6 +194,7 @@ def containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 trees = st.recursive(st.deferred(lambda: scalars) | tensors() | arrays(), containers, max_leaves=12)
 
 
+@pytest.mark.heavy
 @settings(deadline=None, database=None, max_examples=150)
 @given(trees)
 @example({1: "int", "1": "text", "$tuple": [1], "__metadata__": torch.ones(1)})
@@ -656,6 +657,7 @@ def decoded_or_value_error(tree: Any) -> None:
     assert len(outcomes) == 1
 
 
+@pytest.mark.heavy
 @settings(deadline=None, database=None, max_examples=100)
 @given(hostile)
 def test_any_json_is_a_value_or_a_value_error(tree: Any) -> None:
@@ -861,6 +863,7 @@ CHANGES: dict[str, Callable[[Any], object]] = {
 changes = st.tuples(st.sampled_from([*CHANGES]), st.integers(0, 2), st.integers(0, 4), st.booleans())
 
 
+@pytest.mark.heavy
 @settings(deadline=None, database=None, max_examples=100)
 @given(st.lists(st.lists(changes, max_size=3), min_size=1, max_size=4), st.sampled_from(["", "g1", "a"]))
 def test_a_memo_changes_no_encoding(rounds: list[list[tuple[str, int, int, bool]]], frozen: str) -> None:

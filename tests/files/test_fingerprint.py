@@ -40,6 +40,7 @@ def of_bytes(values: list[int]) -> Tensor:
     return torch.tensor(values, dtype=torch.uint8)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("of", WAYS)
 @settings(max_examples=150, deadline=None)
 @given(values=numbers, data=st.data())

@@ -322,6 +322,7 @@ LOST = {
 }
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("dataset", USED)
 def test_a_counter_on_which_something_may_depend_is_warned_of(run_dir: Path, dataset: Any) -> None:
     (text,) = told(run_dir, over(dataset))
@@ -331,7 +332,7 @@ def test_a_counter_on_which_something_may_depend_is_warned_of(run_dir: Path, dat
 
 @pytest.mark.parametrize("workers", WORKERS, ids=["here", "new", "kept"])
 @pytest.mark.parametrize("name", LOST)
-@pytest.mark.quick(4)
+@pytest.mark.quick(24)
 def test_a_counter_that_a_resume_loses_is_warned_of_once_by_name(
     run_dir: Path, name: str, workers: dict[str, Any]
 ) -> None:
@@ -441,7 +442,7 @@ QUIET = {
 
 @pytest.mark.parametrize("workers", WORKERS, ids=["here", "new", "kept"])
 @pytest.mark.parametrize("name", QUIET)
-@pytest.mark.quick(5)
+@pytest.mark.quick(20)
 def test_what_the_script_sets_or_loading_sets_once_is_no_counter(
     run_dir: Path, name: str, workers: dict[str, Any]
 ) -> None:

@@ -271,6 +271,7 @@ KINDS: dict[str, Make] = {
 }
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize(
     ("kind", "workers"),
     [*((kind, 0) for kind in KINDS), ("shuffled", 2), ("own generator", 2), ("torchdata", 2)],
@@ -331,7 +332,7 @@ def test_workers_that_persist_are_let_go_where_an_epoch_was_left_by_a_break(tmp_
 @pytest.mark.parametrize("persists", [False, True])
 @pytest.mark.parametrize("stop", [(0, -1), (0, "end"), (1, 0), (1, 1), (1, -1)])
 @pytest.mark.sampled(3)
-@pytest.mark.quick(2)
+@pytest.mark.quick(4)
 def test_the_number_may_change_wherever_the_run_stops(tmp_path: Path, stop: Any, persists: bool) -> None:
     script = Script(tmp_path, batch_size=4, num_workers=1, persistent_workers=persists)
     legs = [script.leg(4, stop), script.leg(3)]
@@ -366,6 +367,7 @@ def test_after_a_change_a_run_stopped_repeatedly_matches_a_whole_one(
     assert changed(tmp_path / "many", stops) == expected
 
 
+@pytest.mark.heavy
 def test_a_loop_saved_before_its_first_batch_continues_with_its_numbers(
     tmp_path: Path,
 ) -> None:
@@ -451,6 +453,7 @@ def three_ahead(batches: Iterator[Any]) -> Iterator[Any]:
 # What else changes with the number, and what stays.
 
 
+@pytest.mark.heavy
 def test_with_the_same_global_batch_every_step_has_the_same_samples(tmp_path: Path) -> None:
     script = Script(tmp_path / "a")
     expected = script.leg(4, batch_size=4)
@@ -464,6 +467,7 @@ def test_with_the_same_global_batch_every_step_has_the_same_samples(tmp_path: Pa
     assert [len(step) for leg in legs for step in steps(leg)] == [16] * 6 + [7]
 
 
+@pytest.mark.heavy
 def test_a_batch_size_that_changes_alone_has_to_be_allowed(tmp_path: Path) -> None:
     script = Script(tmp_path)
     first, before = script.leg(2, 3, batch_size=4), script.before
@@ -547,6 +551,7 @@ def test_the_counters_and_the_length_continue_from_the_batches_done_before(tmp_p
     assert found[1] == [8, *((number, 5) for number in range(3, 8)), 8]
 
 
+@pytest.mark.quick(3)
 @pytest.mark.filterwarnings("default:.* has changed since checkpoint")
 @pytest.mark.parametrize(
     ("how", "options", "effect"),
@@ -626,6 +631,7 @@ CHANGES = [(name, *change) for name in REFUSED for change in ((1, 2), (2, 1))]
 ALWAYS_SO = [(name, 3, 2) for name in ("subclass", "own batches", "length", "any order")]
 
 
+@pytest.mark.quick(5)
 @pytest.mark.filterwarnings("ignore:in_order=False")
 @pytest.mark.parametrize(("name", "before", "after"), CHANGES + ALWAYS_SO)
 @pytest.mark.sampled(3)
@@ -662,7 +668,7 @@ def test_another_sampler_on_as_many_ranks_is_reported_with_what_differs(tmp_path
 
 @pytest.mark.parametrize(("seed", "epoch"), [(8, 0), (7, 1)])
 @pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.quick(2)
+@pytest.mark.quick(4)
 def test_another_seed_or_epoch_of_the_sampler_is_a_mismatch_that_names_both(
     tmp_path: Path, seed: int, epoch: int, workers: int
 ) -> None:

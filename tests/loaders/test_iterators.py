@@ -181,6 +181,7 @@ def private_names(source: str) -> set[str]:
     return found
 
 
+@pytest.mark.heavy
 def test_one_module_alone_uses_private_names_of_torchs_loader() -> None:
     users = {path.stem for path in PACKAGE.rglob("*.py") if private_names(path.read_text())}
 

@@ -91,6 +91,7 @@ def test_what_a_loader_cannot_restore_is_said(loader: Any, what: str | None) -> 
     assert [bool(re.search(str(what), text)) for text in found] == ([True] if what else [])
 
 
+@pytest.mark.heavy
 def test_it_is_warned_of_at_the_load_once(run_dir: Path) -> None:
     loaders = {name: loading(False, 1) for name in "ab"}
     with pytest.warns(ResumableWarning, match="in_order=False") as seen:

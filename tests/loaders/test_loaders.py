@@ -426,11 +426,12 @@ reference = cache(lambda name: of_kind(name).uninterrupted())
 
 @pytest.mark.proves("transparent")
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.quick(3)
+@pytest.mark.quick(15)
 def test_batches_gives_what_the_loader_itself_gives(run_dir: Path, name: str) -> None:
     assert of_kind(name).leg(run_dir) == reference(name)
 
 
+@pytest.mark.quick(14)
 @pytest.mark.proves("exact")
 @pytest.mark.parametrize("name", NAMES)
 def test_a_training_stopped_repeatedly_continues_under_other_seeds(run_dir: Path, name: str) -> None:
@@ -465,6 +466,7 @@ def in_turn(state: Any, loaders: Loaders, log: Log) -> None:
         log((epoch, "end"), [])
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("persists", EITHER)
 def test_several_loaders_one_after_the_other_all_continue(run_dir: Path, persists: bool) -> None:
     training = Training(partial(two, persistent_workers=persists), in_turn)
@@ -485,7 +487,7 @@ def noisy_loader(**how: Any) -> Loaders:
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 1), (2, 0), (0, 2)])
-@pytest.mark.quick(2)
+@pytest.mark.quick(4)
 def test_another_number_of_workers_changes_nothing_that_is_not_random(
     run_dir: Path, before: int, after: int
 ) -> None:
@@ -506,7 +508,7 @@ def test_another_number_of_workers_changes_nothing_that_is_not_random(
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 1), (2, 0), (0, 2)])
-@pytest.mark.quick(2)
+@pytest.mark.quick(4)
 def test_another_number_of_workers_keeps_the_order_and_repeats_itself(
     run_dir: Path, before: int, after: int
 ) -> None:
@@ -524,6 +526,7 @@ def test_another_number_of_workers_keeps_the_order_and_repeats_itself(
     assert [order(first + rest[0], 0), order(rest[0], 1)] == [order(expected, 0), order(expected, 1)]
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("dataset", [Stream, StatefulStream, StatefulIterators])
 def test_another_number_of_workers_is_a_mismatch_for_a_stream_in_mid_epoch(
     run_dir: Path, dataset: Any
@@ -547,6 +550,7 @@ def test_a_stream_that_is_shorter_than_it_was_is_a_mismatch(run_dir: Path) -> No
         short.leg(run_dir)
 
 
+@pytest.mark.quick(4)
 @pytest.mark.proves("never a silent change")
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize(
@@ -572,6 +576,7 @@ def test_a_loader_that_changed_in_mid_epoch_is_a_mismatch_that_names_what_did(
     assert seen + old.leg(run_dir, 2) == old.uninterrupted()
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_batch_size_that_is_allowed_to_change_continues_at_the_same_sample(
     run_dir: Path, workers: int
@@ -593,6 +598,7 @@ def test_a_batch_size_that_is_allowed_to_change_continues_at_the_same_sample(
     assert [order(seen, e) for e in range(EPOCHS)] == [order(expected, e) for e in range(EPOCHS)]
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("change", [{"batch_size": 5}, {"shuffle": False}, {"dataset": Images(quiet, 31)}])
 def test_a_loader_that_is_allowed_to_change_begins_the_epochs_data_again(
     run_dir: Path, change: dict[str, Any]
@@ -634,6 +640,7 @@ class AnySubset(SubsetRandomSampler):
         super().__init__(random.sample(range(99), SAMPLES))
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("how", [{"batch_sampler": FixedAtStart}, {"sampler": AnySubset}])
 def test_an_order_that_does_not_come_again_is_a_mismatch(run_dir: Path, how: Any, workers: int) -> None:
@@ -673,6 +680,7 @@ def note_the_end(file: str, number: int) -> None:
     atexit.register(Path(file).touch)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.skipif(sys.version_info >= (3, 13), reason="a child of multiprocessing runs what atexit has")
 @pytest.mark.parametrize("context", ["fork", "spawn"])
 def test_a_worker_leaves_without_ending_its_interpreter(tmp_path: Path, context: str) -> None:
@@ -708,6 +716,7 @@ class Counted(Images):
         return super().__getitem__(index)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(("workers", "persists"), [(0, False), (2, False), (2, True)])
 def test_no_sample_that_was_trained_on_is_loaded_again(run_dir: Path, workers: int, persists: bool) -> None:
     counted = []
@@ -738,6 +747,7 @@ def seen_until(run_dir: Path, stop: int | None) -> list[Any]:
     return found
 
 
+@pytest.mark.heavy
 def test_a_resume_is_exact_however_many_stamps_have_come(run_dir: Path) -> None:
     legs = [seen_until(run_dir / "stopped", stop) for stop in (63, 64, 65, 130, 149, 150, 215, None)]
 
@@ -759,6 +769,7 @@ class Held(Images):
         return super().__getitem__(index)
 
 
+@pytest.mark.heavy
 @pytest.mark.filterwarnings("ignore:in_order=False")
 @pytest.mark.parametrize("persists", EITHER)
 def test_without_in_order_every_sample_comes_exactly_once(run_dir: Path, persists: bool) -> None:
@@ -852,6 +863,7 @@ def unmeasured(run: Callable[[Path], Any], run_dir: Path) -> None:
     run(run_dir)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("persists", EITHER)
 def test_a_run_that_dies_of_a_killed_worker_continues_exactly(
     run_dir: Path, tmp_path: Path, persists: bool

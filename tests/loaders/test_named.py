@@ -152,7 +152,7 @@ LOADED: dict[str, Callable[..., Any]] = {
 
 
 @pytest.mark.parametrize("name", LOADED)
-@pytest.mark.quick(3)
+@pytest.mark.quick(9)
 def test_a_generator_that_code_names_continues_in_this_process(name: str, run_dir: Path) -> None:
     assert differences(run_dir, partial(objects, LOADED[name]), epochs) == []
 
@@ -183,7 +183,7 @@ def drawing_too(state: RunState, objects: dict[str, Any], tick: Callable[..., No
 @pytest.mark.parametrize(
     ("function", "loop"), [(plain, epochs), (plain, drawing_too), (made_as_it_is_drawn, epochs)]
 )
-@pytest.mark.quick(3)
+@pytest.mark.heavy
 def test_a_generator_that_the_function_of_a_plain_iterable_names_continues(
     function: Any, loop: Any, run_dir: Path
 ) -> None:
@@ -220,6 +220,7 @@ def importing_late() -> float:
     return OWN.random()  # type: ignore[no-any-return]
 
 
+@pytest.mark.heavy
 def test_a_generator_of_a_module_that_is_imported_late_continues(
     run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -277,7 +278,7 @@ def main(run, batches, how):
 @pytest.mark.parametrize("how", [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}])
 @pytest.mark.parametrize("names", [("__main__", "train", "train"), ("train", "__main__", "train")])
 @pytest.mark.parametrize("stops", [(1, 7), (4, 8)])
-@pytest.mark.quick(4)
+@pytest.mark.quick(12)
 def test_a_script_may_run_under_another_name_after_a_resume(
     names: tuple[str, ...],
     stops: tuple[int, ...],

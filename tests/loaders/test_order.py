@@ -109,6 +109,7 @@ def epochs(state: RunState, objects: dict[str, Any], tick: Callable[..., None]) 
             tick(x)
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.heavy)])
 @pytest.mark.parametrize("name", ORDERS)
 def test_what_is_left_of_an_epoch_comes_as_if_it_was_never_stopped(

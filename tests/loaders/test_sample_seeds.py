@@ -97,6 +97,7 @@ def chain(run_dir: Path, workers: Iterable[int], stops: Iterable[int | None], **
     return [sample for seed, (n, stop) in legs for sample in leg(run_dir, n, stop, seed, **options)]
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(("workers", "persists"), [(1, True), (3, False)])
 @pytest.mark.parametrize("dataset", [Images(), ByTheBatch()])
 def test_a_sample_is_the_same_whoever_loads_it(
@@ -129,6 +130,7 @@ def test_another_seed_of_the_run_is_another_seed_of_every_sample(tmp_path: Path)
     assert not {*first} & {*second}
 
 
+@pytest.mark.heavy
 def test_another_number_of_workers_in_mid_epoch_changes_nothing(
     run_dir: Path,
 ) -> None:
@@ -137,6 +139,7 @@ def test_another_number_of_workers_in_mid_epoch_changes_nothing(
     assert chain(run_dir, [3, 0, 1, 2], [1, 3, 5]) == expected
 
 
+@pytest.mark.heavy
 def test_a_training_that_is_stopped_twice_continues_with_the_same_samples(run_dir: Path) -> None:
     for workers in 0, 2:
         expected = leg(run_dir.parent / f"one {workers}", workers)
@@ -201,6 +204,7 @@ def test_a_sample_that_raises_leaves_the_trainings_generators_alone(run_dir: Pat
     assert found == [draw() for _ in found]
 
 
+@pytest.mark.heavy
 def test_the_order_is_the_one_without_seeds(tmp_path: Path) -> None:
     with_seeds = leg(tmp_path / "with", 2)
 
@@ -210,6 +214,7 @@ def test_the_order_is_the_one_without_seeds(tmp_path: Path) -> None:
     assert [sample[1] for _, sample in with_seeds] != [sample[1] for _, sample in without]
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("before", [True, False])
 def test_seeds_switched_in_mid_epoch_are_a_mismatch_unless_allowed(run_dir: Path, before: bool) -> None:
     order = [sample[0] for _, sample in leg(run_dir.parent / "one")]

@@ -288,7 +288,7 @@ KINDS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize(("name", "stops"), [*itertools.product(KINDS, [[], *STOPS])])
 @pytest.mark.sampled(2)
-@pytest.mark.quick(3)
+@pytest.mark.quick(30)
 def test_a_loader_that_keeps_its_position_continues_from_it(
     run_dir: Path, name: str, stops: list[Stop]
 ) -> None:
@@ -502,6 +502,7 @@ PLAIN: dict[str, Callable[[], Any]] = {
 keeps_none = pytest.mark.filterwarnings("ignore:loader keeps no position")
 
 
+@pytest.mark.quick(7)
 @keeps_none
 @pytest.mark.filterwarnings("ignore:loader starts threads")
 @pytest.mark.parametrize("stops", STOPS)
@@ -671,6 +672,7 @@ NEVER_GIVEN: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.quick(6)
 @pytest.mark.filterwarnings("ignore:.* keeps no position")
 @pytest.mark.parametrize("stops", STOPS)
 @pytest.mark.parametrize("name", NEVER_GIVEN)

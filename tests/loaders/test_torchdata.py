@@ -66,6 +66,7 @@ def test_the_epochs_data_starts_again_after_it_if_that_is_allowed(run_dir: Path)
         assert [int(batch) for batch in state.batches()] == [*DATA]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_nothing_is_left_after_the_last_batch_in_the_loaders_own_state(run_dir: Path, workers: int) -> None:
     earlier = type("StatefulDataLoader", (OwnState,), {})

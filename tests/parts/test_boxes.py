@@ -75,7 +75,7 @@ def _try_many(rank: int, size: int, seeds: range) -> tuple[list[str], Counter[st
 
 @pytest.mark.skipif(not CAN_SHARD, reason=WHY_NOT)
 @pytest.mark.parametrize("size", MESHES)
-@pytest.mark.quick(2)
+@pytest.mark.heavy
 def test_random_placements_are_described_as_torch_makes_them(size: int, tmp_path: Path, tally: Tally) -> None:
     seeds = range(1000 * size, 1000 * size + 150)
     ended = gloo.run(size, _try_many, size, seeds, folder=tmp_path)
@@ -104,7 +104,7 @@ def _fully_sharded(rank: int, rows: int) -> bool:
     return wrong
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(6)
 @pytest.mark.skipif(not CAN_SHARD, reason=WHY_NOT)
 @pytest.mark.parametrize("rows", [1, 7, 10, 13, 16])
 def test_fsdp_over_tensor_parallelism_is_described_as_torch_makes_it(rows: int, tmp_path: Path) -> None:

@@ -250,6 +250,7 @@ def _curve(run_dir: Path, kind: str, lrs: list[float], **options: Any) -> list[f
     return curve
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("kind", SCHEDULES)
 def test_the_checkpoints_learning_rate_wins_and_one_warning_says_so(run_dir: Path, kind: str) -> None:
     expected = _curve(run_dir / "straight", kind, [0.5] * 4)
@@ -266,6 +267,7 @@ def test_the_checkpoints_learning_rate_wins_and_one_warning_says_so(run_dir: Pat
     ]
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("kind", SCHEDULES)
 def test_an_overridden_learning_rate_scales_the_whole_schedule(run_dir: Path, kind: str) -> None:
     expected = _curve(run_dir / "straight", kind, [0.5] * 4)
@@ -435,6 +437,7 @@ def _look(parts: dict[str, Any]) -> str:
     return repr(seen)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.proves("all or nothing")
 @pytest.mark.filterwarnings("ignore:(?s).* has changed since .*scaler.scale")
 @pytest.mark.parametrize("place", ["model", "optimizer", "scheduler", "scaler", "first", "last"])

@@ -86,11 +86,12 @@ def window_with_an_error(state: RunState, objects: dict[str, Any], tick: Callabl
 
 
 @pytest.mark.parametrize("loop", [window_with_a_break, window_with_an_error])
-@pytest.mark.quick(2)
+@pytest.mark.heavy
 def test_a_window_that_a_break_or_an_error_lengthens_is_exact(run_dir: Path, loop: Any) -> None:
     assert differences(run_dir, lambda: make(loader=True), loop) == []
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("loop", [window_of_steps, window_by_hand, window_over_epochs])
 def test_a_window_over_several_bodies_is_exact(run_dir: Path, loop: Any) -> None:
     assert differences(run_dir, make, loop) == []
@@ -137,6 +138,7 @@ def save_before_zero(state: RunState, objects: dict[str, Any], tick: Callable[..
             objects["optimizer"].zero_grad()
 
 
+@pytest.mark.heavy
 def test_a_save_between_the_step_and_zero_grad_is_exact(run_dir: Path) -> None:
     assert differences(run_dir, lambda: make(loader=True), save_before_zero, at=(1, 4, 6, 9)) == []
 
@@ -162,7 +164,7 @@ def zero_before_batches(state: RunState, objects: dict[str, Any], tick: Callable
 
 
 @pytest.mark.parametrize("loop", [zero_before_steps, zero_before_steps_by_hand, zero_before_batches])
-@pytest.mark.quick(3)
+@pytest.mark.heavy
 def test_zero_grad_before_the_loop_keeps_the_gradients_of_a_resumed_window(run_dir: Path, loop: Any) -> None:
     assert differences(run_dir, lambda: make(loader=loop is zero_before_batches), loop) == []
 
@@ -246,6 +248,7 @@ def test_gradients_of_a_window_that_are_zeroed_in_place_are_warned_of(run_dir: P
             next(state.steps(4))
 
 
+@pytest.mark.heavy
 def test_the_second_optimizer_steps_now_and_then(run_dir: Path) -> None:
     def two() -> dict[str, Any]:
         model = nn.ModuleDict({"d": nn.Linear(2, 1), "g": nn.Linear(2, 2)})

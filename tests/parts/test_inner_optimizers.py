@@ -90,6 +90,7 @@ def loop(state: RunState, found: dict[str, Any], tick: Callable[..., None]) -> N
         tick()
 
 
+@pytest.mark.heavy
 def test_the_state_of_the_other_is_exact(run_dir: Path) -> None:
     assert differences(run_dir, make, loop, at=(2, 4, 7, 11)) == []
 
@@ -120,6 +121,7 @@ class Partly(Perturbed):
         super().step_there()
 
 
+@pytest.mark.heavy
 def test_gradients_of_what_the_other_does_not_have_are_exact(run_dir: Path) -> None:
     assert differences(run_dir, lambda: make(Partly), accumulating, at=(1, 2, 5, 9)) == []
 
@@ -174,6 +176,7 @@ def test_each_optimizer_is_saved_once(run_dir: Path) -> None:
     assert saved_parts(run_dir / "its own") == ["optimizer"]
 
 
+@pytest.mark.heavy
 def test_several_are_exact(run_dir: Path) -> None:
     def both() -> dict[str, Any]:
         found = make()

@@ -169,6 +169,7 @@ def _offsets(path: Path) -> list[int]:
 FILES = ("model.safetensors", "model-frozen.safetensors", "optimizer.safetensors", "extra.safetensors")
 
 
+@pytest.mark.quick(4)
 @pytest.mark.proves("all or nothing")
 @pytest.mark.parametrize("file", [*FILES, "state.json", "ranks/00000.safetensors", "manifest.json"])
 def test_a_flipped_bit_leaves_every_object_as_it_was(run_dir: Path, saved: list[Any], file: str) -> None:
@@ -186,6 +187,7 @@ def test_a_flipped_bit_leaves_every_object_as_it_was(run_dir: Path, saved: list[
         assert live.look() == before, at
 
 
+@pytest.mark.quick(5)
 @pytest.mark.proves("noticed")
 @pytest.mark.filterwarnings("ignore:.*is damaged")
 @pytest.mark.parametrize("file", [*FILES, "state.json", "ranks/00000.json"])
@@ -351,7 +353,7 @@ CRUCIAL = {
 # A file that was just opened is closed when nobody has it any more
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("is_own", [False, True])
-@pytest.mark.quick(2)
+@pytest.mark.heavy
 def test_an_interrupt_leaves_old_or_new_or_says_so(run_dir: Path, small_blocks: None, is_own: bool) -> None:
     def parts(training: Training) -> dict[str, Any]:
         return with_own(training, lambda: None) if is_own else training.parts
@@ -599,6 +601,7 @@ CASES = [
 ]
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize(("seed", "optimizer"), CASES)
 @pytest.mark.sampled(5)
 def test_any_training_comes_back_to_the_last_bit(
@@ -1020,7 +1023,7 @@ ATTACKS: dict[str, bytes | tuple[bytes, int]] = {
 @pytest.mark.proves("safe")
 @pytest.mark.parametrize("attack", ATTACKS)
 @pytest.mark.parametrize("file", ["model_dot_safetensors", "optimizer_dot_safetensors"])
-@pytest.mark.quick(3)
+@pytest.mark.quick(9)
 def test_a_file_that_lies_is_refused_and_takes_no_memory(
     run_dir: Path, saved: list[Any], monkeypatch: pytest.MonkeyPatch, file: str, attack: str
 ) -> None:

@@ -85,6 +85,7 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize(("first", "second"), [*zip(WRAPS, [*WRAPS][3:] + [*WRAPS][:3], strict=True)])
 def test_a_model_can_be_wrapped_otherwise_at_each_resume(run_dir: Path, first: str, second: str) -> None:
     model = WRAPS[first](0)
@@ -379,6 +380,7 @@ REPLICATED: Mapping[str, Callable[[], tuple[nn.Module, nn.Module]]] = {
 }
 
 
+@pytest.mark.quick(3)
 @pytest.mark.usefixtures("_alone")
 @pytest.mark.parametrize("kind", REPLICATED)
 def test_a_replica_continues_with_the_order_of_its_gradients(run_dir: Path, kind: str) -> None:
@@ -395,6 +397,7 @@ def test_a_replica_continues_with_the_order_of_its_gradients(run_dir: Path, kind
         assert _order(ddp) == expected
 
 
+@pytest.mark.heavy
 @pytest.mark.usefixtures("_alone")
 def test_a_replica_and_one_process_resume_each_other(run_dir: Path) -> None:
     for model in (Net(), DistributedDataParallel(Net(1)), Net(2), DistributedDataParallel(Net(3))):
@@ -496,7 +499,7 @@ SPLIT: Mapping[str, tuple[Callable[[], nn.Module], str, str]] = {
 
 @pytest.mark.parametrize("kind", SPLIT)
 @gloo.alone
-@pytest.mark.quick(5)
+@pytest.mark.heavy
 def test_a_model_that_is_split_over_processes_is_refused(run_dir: Path, kind: str) -> None:
     build, text, tool = SPLIT[kind]
     model = build()

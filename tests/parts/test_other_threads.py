@@ -108,6 +108,7 @@ def test_what_a_state_dict_writes_elsewhere_is_in_the_same_checkpoint(run_dir: P
                 state.save().wait()
 
 
+@pytest.mark.heavy
 def test_checkpoints_of_a_buffer_that_a_thread_fills_have_what_it_added(run_dir: Path) -> None:
     replay: deque[Any] = deque(maxlen=LENGTH)
     actor, over = Actor(replay), threading.Event()

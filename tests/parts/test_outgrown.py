@@ -229,6 +229,7 @@ def _collecting(
     return fed
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize(
     ("keeps", "changes"),
     [(True, {"end": _three_more}), (True, {"begin": _by_epoch}), (False, {"begin": _by_epoch})],

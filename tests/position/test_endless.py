@@ -151,7 +151,7 @@ LOOPS = [
 ]
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(15)
 @pytest.mark.parametrize("second", [2, 5])
 @pytest.mark.parametrize("loop", LOOPS)
 def test_passes_that_end_when_they_end_are_exact(run_dir: Path, loop: Any, second: int) -> None:
@@ -187,6 +187,7 @@ def seen_by(loop: Any, found: dict[str, Any], state: Any) -> list[list[Any]]:
     return [*seen, [one.tolist() for one in found["model"].parameters()]]
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("second", [2, 5])
 @pytest.mark.parametrize("loop", LOOPS)
 def test_passes_are_those_of_plain_loaders(run_dir: Path, loop: Any, second: int) -> None:
@@ -200,6 +201,7 @@ def test_passes_are_those_of_plain_loaders(run_dir: Path, loop: Any, second: int
         assert seen_by(loop, found, state) == plain
 
 
+@pytest.mark.heavy
 def test_an_iterator_that_is_made_in_each_body_begins_its_pass_again(run_dir: Path) -> None:
     def loop(state: RunState, found: dict[str, Any], tick: Tick) -> None:
         for epoch in state.epochs(3):
@@ -271,6 +273,7 @@ with RunState.load(sys.argv[1], model=model, loader=loaders) as state:
 """
 
 
+@pytest.mark.heavy
 def test_an_iterator_with_workers_that_is_there_at_the_end_says_nothing(run_dir: Path) -> None:
     script = textwrap.dedent(LEFT_OPEN)
     done = subprocess.run([sys.executable, "-c", script, str(run_dir)], capture_output=True, text=True)

@@ -103,6 +103,7 @@ def two_epochs(state: RunState, objects: dict[str, Any], tick: Callable[..., Non
         tick(all_of_them())
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("ahead", [3, *(pytest.param(n, marks=pytest.mark.heavy) for n in (1, 2, 8))])
 def test_an_iterable_that_is_batches_ahead_is_exact(run_dir: Path, ahead: int) -> None:
     assert differences(run_dir, training(lambda: Ahead(ahead)), two_epochs, at=(1, 5, 9, 10, 11, 16)) == []
@@ -154,7 +155,7 @@ def three_ahead(batches: Iterator[Any]) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("ahead", [0, 2])
-@pytest.mark.quick(2)
+@pytest.mark.heavy
 def test_what_is_ahead_in_through_too_is_exact(run_dir: Path, ahead: int) -> None:
     def loop(state: RunState, objects: dict[str, Any], tick: Callable[..., None]) -> None:
         two_epochs(state, objects, tick, through=three_ahead)

@@ -60,6 +60,7 @@ def leg(run_dir: Path, stop: int | None, **options: Any) -> list[float]:
     return found
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("stops", [(1, 2), (2, 3), (4, 5), (3, 7)])
 def test_means_after_two_resumes_are_those_of_a_run_that_never_stopped(
     run_dir: Path, tmp_path: Path, stops: tuple[int, int]
@@ -359,6 +360,7 @@ def values(found: list[gloo.Ended]) -> list[Any]:
     return [one.value for one in found]
 
 
+@pytest.mark.heavy
 def test_means_of_all_processes_are_the_same_in_each_after_two_resumes(tmp_path: Path) -> None:
     for stop in (0, 2):
         gloo.run(2, summed, tmp_path / "run", stop, folder=tmp_path)
@@ -373,6 +375,7 @@ def grown(rank: int, run_dir: Path) -> Any:
         return state.means.reduced()
 
 
+@pytest.mark.heavy
 def test_more_processes_than_before_count_no_sum_twice(tmp_path: Path) -> None:
     gloo.run(2, summed, tmp_path / "run", 0, folder=tmp_path)
 

@@ -170,7 +170,7 @@ def chain(run_dir: Path, script: Script, make: Callable[[], list[DataLoader[Any]
         (sanity_first, (0, 1)),
     ],
 )
-@pytest.mark.quick(3)
+@pytest.mark.quick(12)
 def test_validation_with_persistent_workers_is_exact_after_two_resumes(
     tmp_path: Path, script: Script, stops: Any, dataset: Any
 ) -> None:
@@ -195,6 +195,7 @@ def test_validation_with_persistent_workers_is_that_of_the_plain_script(tmp_path
     assert seen == plain
 
 
+@pytest.mark.heavy
 def test_two_persistent_loaders_and_one_with_new_workers_are_exact(tmp_path: Path) -> None:
     def make() -> list[DataLoader[Any]]:
         return [
@@ -209,6 +210,7 @@ def test_two_persistent_loaders_and_one_with_new_workers_are_exact(tmp_path: Pat
     assert chain(tmp_path / "stopped", every_epoch, make, 0, 1) == straight
 
 
+@pytest.mark.heavy
 def test_a_persistent_loader_made_in_the_loops_is_exact_after_two_resumes(tmp_path: Path) -> None:
     straight = chain(tmp_path / "straight", made_late, list)
 
@@ -307,6 +309,7 @@ def two(run_dir: Path) -> tuple[Training, DataLoader[Any]]:
     return Training(run_dir, loader={"main": main, "other": other}), other
 
 
+@pytest.mark.heavy
 def test_a_given_loader_cycled_beside_another_is_refused_by_name(run_dir: Path) -> None:
     training, other = two(run_dir)
     with training.state as state:

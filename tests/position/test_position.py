@@ -171,6 +171,7 @@ def test_the_total_of_epochs_counts_those_done_before(run_dir: Path) -> None:
     assert done == [0, 1, 2, 3]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("loop", ["epochs", "steps"])
 def test_a_loop_of_a_finished_run_returns_at_once_and_says_so(
     run_dir: Path, capsys: pytest.CaptureFixture[str], loop: str
@@ -718,6 +719,7 @@ def test_other_data_in_mid_epoch_can_be_allowed_and_begins_the_epoch_again(run_d
         training.state.close()
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("stop", [2, 5])
 def test_after_batches_of_another_size_the_next_epoch_has_its_order(

@@ -124,7 +124,7 @@ def train(run_dir: Path, make: Any, workers: int, *stops: int) -> list[Any]:
 @pytest.mark.parametrize(
     ("workers", "stops"), [(0, (0, 1)), (0, (2, 5)), (0, (3, 4)), (0, (6, 7)), (1, (1, 6))]
 )
-@pytest.mark.quick(4)
+@pytest.mark.quick(16)
 def test_a_prefetcher_that_draws_is_exact_after_two_resumes(
     tmp_path: Path, make: Any, workers: int, stops: Any
 ) -> None:
@@ -135,6 +135,7 @@ def test_a_prefetcher_that_draws_is_exact_after_two_resumes(
     assert stopped == straight
 
 
+@pytest.mark.heavy
 def test_what_is_given_as_through_trains_what_the_plain_prefetcher_trains(tmp_path: Path) -> None:
     assert train(tmp_path / "given", given, 1) == train(tmp_path / "through", through, 1)
 

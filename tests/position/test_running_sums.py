@@ -60,6 +60,7 @@ def start(run_dir: Path, body: str, stop: int = -1, scheduler: Any = None) -> li
     return [str(one.message) for one in seen]
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("body", "stops", "told"),
     [

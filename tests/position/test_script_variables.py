@@ -331,6 +331,7 @@ WARNED = {
 }  # fmt: skip
 
 
+@pytest.mark.quick(12)
 @pytest.mark.parametrize("name", WARNED)
 def test_what_a_loop_carries_along_is_warned_of_by_name(run_dir: Path, name: str) -> None:
     text, *_ = run(run_dir, WARNED[name])

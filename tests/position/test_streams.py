@@ -133,7 +133,7 @@ def draw_before_next(state: RunState, objects: dict[str, Any], tick: Callable[..
         (draw_before_next, make),
     ],
 )
-@pytest.mark.quick(3)
+@pytest.mark.quick(9)
 def test_draws_around_the_loops_are_exact(run_dir: Path, loop: Any, objects: Any) -> None:
     assert differences(run_dir, objects, loop) == []
 
@@ -175,6 +175,7 @@ def make_with_a_generator() -> dict[str, Any]:
     return {**make(), "extra": {"noise": torch.Generator().manual_seed(3)}}
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize(
     ("loop", "objects"),
     [
@@ -253,11 +254,13 @@ def left_unfinished(state: RunState, objects: dict[str, Any], tick: Callable[...
         tick(state.vars["ended"])
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("loop", [asked_now_and_then, left_unfinished])
 def test_a_second_loader_that_is_asked_by_hand_is_exact(run_dir: Path, loop: Any) -> None:
     assert differences(run_dir, lambda: make(loaders=2), loop) == []
 
 
+@pytest.mark.heavy
 def test_the_first_lines_of_a_resumed_body_change_nothing(run_dir: Path) -> None:
     def objects() -> dict[str, Any]:
         found = make()
@@ -290,6 +293,7 @@ def with_own_values() -> dict[str, Any]:
     return {**make(), "own": own, "bag": bag, "table": table, "extra": {"own": own, "bag": bag}}
 
 
+@pytest.mark.heavy
 def test_what_first_lines_change_in_place_is_put_back_in_the_same_objects(run_dir: Path) -> None:
     def loop(state: RunState, found: dict[str, Any], tick: Callable[..., None]) -> None:
         own, bag = found["own"], found["bag"]
@@ -470,6 +474,7 @@ def test_draws_before_a_loop_that_counts_by_itself_are_warned_of(run_dir: Path, 
     assert all("does not see where its loop begins" in str(one.message) for one in told)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("failing", [(0, 0), (0, 1), (1, 2)])
 def test_a_loop_left_before_a_step_and_entered_again_trains_that_batch(
     run_dir: Path, failing: tuple[int, int]
@@ -516,7 +521,7 @@ def test_a_loop_left_before_a_step_and_entered_again_trains_that_batch(
         ("error", ("a", 0)),
     ],
 )
-@pytest.mark.quick(2)
+@pytest.mark.heavy
 def test_loops_over_two_loaders_that_are_entered_again_leave_out_nothing(
     run_dir: Path, fails: str, at: tuple[str, int]
 ) -> None:
@@ -558,7 +563,7 @@ def test_loops_over_two_loaders_that_are_entered_again_leave_out_nothing(
 
 @pytest.mark.parametrize("is_made_before", [False, True])
 @pytest.mark.parametrize("at", [0, 3])
-@pytest.mark.quick(2)
+@pytest.mark.quick(4)
 def test_steps_left_by_preempted_continue_with_another_iterator(
     run_dir: Path, is_made_before: bool, at: int
 ) -> None:

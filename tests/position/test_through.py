@@ -215,7 +215,7 @@ def chain(
 @pytest.mark.parametrize("stops", [[], [4, "end", 7, 11], [6, 12]])
 @pytest.mark.parametrize("name", LOOPS)
 @pytest.mark.sampled(2)
-@pytest.mark.quick(2)
+@pytest.mark.quick(18)
 def test_what_was_only_loaded_ahead_is_not_counted(run_dir: Path, name: str, stops: list[Any]) -> None:
     if name.startswith("around"):  # where a step belongs to no batch that is known
         stops = [stop for stop in stops if stop not in (6, 12)]
@@ -223,6 +223,7 @@ def test_what_was_only_loaded_ahead_is_not_counted(run_dir: Path, name: str, sto
     assert chain(run_dir, LOOPS[name], 2, stops) == uninterrupted(2)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", ["plain", "one ahead", "list", "around: one ahead"])
 def test_what_was_loaded_ahead_in_process_is_loaded_again(run_dir: Path, tmp_path: Path, name: str) -> None:
     # What is loaded ahead in this process draws before the training does, with us as without us
@@ -232,7 +233,7 @@ def test_what_was_loaded_ahead_in_process_is_loaded_again(run_dir: Path, tmp_pat
 
 
 @pytest.mark.parametrize("name", ["thread", "device, thread", "one ahead", "around: thread"])
-@pytest.mark.quick(2)
+@pytest.mark.quick(4)
 def test_a_restore_while_a_thread_loads_goes_back_again_and_again(run_dir: Path, name: str) -> None:
     training, seen, backs = Training(2), [], 0
     with training.load(run_dir, keep=None) as state:
@@ -255,7 +256,7 @@ def test_a_restore_while_a_thread_loads_goes_back_again_and_again(run_dir: Path,
 
 
 @pytest.mark.parametrize("name", ["thread", "device, thread", "one ahead", "around: one ahead"])
-@pytest.mark.quick(2)
+@pytest.mark.quick(4)
 def test_an_epoch_left_early_is_left_whatever_was_loaded_ahead(run_dir: Path, name: str) -> None:
     def leg(loop: Callable[[Any], Iterable[Any]], path: Path, stop: int | None, seed: int) -> Iterator[Any]:
         training = Training(2, seed)

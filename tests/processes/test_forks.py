@@ -106,6 +106,7 @@ def test_several_run_at_once_and_each_ends_by_itself_or_by_a_signal(forks: Forks
     assert not first.is_alive
 
 
+@pytest.mark.heavy
 def test_what_hangs_is_ended_by_its_deadline_and_says_where(forks: Forks, tmp_path: Path) -> None:
     life = forks.run(["-c", "import time\ntime.sleep(60)"], tmp_path, deadline=0.2)
 
@@ -125,6 +126,7 @@ def test_what_an_ended_process_leaves_behind_is_killed(forks: Forks, tmp_path: P
         time.sleep(0.01)
 
 
+@pytest.mark.heavy
 def test_killed_at_chosen_steps_a_training_ends_as_one_left_alone(forks: Forks, tmp_path: Path) -> None:
     for name, at in (("whole", []), ("killed", [4, Stop(7), 9])):
         forks.kill_and_resume(killed_training.main, tmp_path / name, 1, folder=tmp_path, at=at)

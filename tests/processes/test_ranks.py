@@ -135,6 +135,7 @@ def test_another_error_is_its_own_there_and_a_lost_rank_elsewhere(crowd: Crowd) 
     assert "rank 2 cannot continue: ZeroDivisionError: oh" in str(found[0])
 
 
+@pytest.mark.heavy
 def test_a_rank_that_does_not_come_is_named_with_where_it_stands(crowd: Crowd) -> None:
     crowd.places[2] = (1, 20, 300)
     until(lambda: crowd.ranks[0].pulse(2)[1:] == [1, 20, 300])

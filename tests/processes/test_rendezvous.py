@@ -40,6 +40,7 @@ def hear(rank: int, size: int, asks: dict[int, int], pause: float, ahead: float)
     return found
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("ahead", [0.0, 0.001, 10])
 @pytest.mark.sampled(3)
@@ -138,6 +139,7 @@ def test_saves_by_count_and_by_time_are_made_by_all(tmp_path: Path) -> None:
         assert found.about.world_size == 2
 
 
+@pytest.mark.heavy
 @pytest.mark.proves("never a hang")
 def test_a_rank_that_does_not_come_to_the_place_is_named(tmp_path: Path) -> None:
     ended = gloo.run(2, leave_alone, folder=tmp_path, limit=30)

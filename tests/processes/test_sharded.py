@@ -503,6 +503,7 @@ def test_one_process_reads_what_four_have_written(
     assert differing(sharded_training.whole(model, optimizer), saved[1]) == []
 
 
+@pytest.mark.heavy
 def test_what_is_written_has_each_element_once(exp: Path) -> None:
     newest = Run(exp).checkpoints()[-1]
 
@@ -531,6 +532,7 @@ def _flips(found: Checkpoint) -> Iterator[tuple[str, int]]:
             yield from ((file, at) for at in {0, 9, record.size // 2, record.size - 1})
 
 
+@pytest.mark.heavy
 @pytest.mark.proves("noticed")
 def test_every_flipped_bit_is_named_and_touches_nothing(exp: Path) -> None:
     found = Run(exp).checkpoints()[-1]

@@ -361,6 +361,7 @@ def test_an_empty_run_with_an_unreachable_remote_does_not_start_fresh(tmp_path: 
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
+@pytest.mark.heavy
 def test_a_run_continues_where_the_remote_cannot_be_looked_at(tmp_path: Path) -> None:
     saved(tmp_path / "run", [2.0])
 
@@ -400,6 +401,7 @@ def test_a_training_over_a_line_that_breaks_ends_as_one_without_a_remote(
     assert there(place)[-1] == verified(tmp_path / "run")[-1] == 2
 
 
+@pytest.mark.heavy
 def test_a_wrong_secret_is_an_error_at_once_where_the_run_is_empty(s3: S3, tmp_path: Path) -> None:
     options = s3.options(secret="not-the-secret")
 

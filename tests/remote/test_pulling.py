@@ -92,6 +92,7 @@ def refused(remote: Remote, run: Run, problem: str, kind: type[Exception] = Chec
     assert not (run.path.parent / "x").exists()
 
 
+@pytest.mark.quick(3)
 @ALL
 def test_what_is_pulled_is_what_was_pushed(run: Run, remote: Remote, source: Run) -> None:
     told: list[int] = []
@@ -120,6 +121,7 @@ def test_a_file_of_another_size_is_named(run: Run, remote: Remote, file: str) ->
     refused(remote, run, f"{file} has {size + 1:,} bytes, its manifest says {size:,}")
 
 
+@pytest.mark.quick(7)
 @ALL
 @pytest.mark.parametrize("file", [name for name, content in CONTENTS.items() if content])
 def test_a_file_with_a_bit_turned_over_is_named(run: Run, remote: Remote, file: str) -> None:
@@ -207,7 +209,7 @@ def broken(proxied_s3: ProxiedS3, shelf: str, source: Run) -> Remote:
     return made
 
 
-@pytest.mark.quick(4)
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     "fault",
     [

@@ -293,6 +293,7 @@ def test_trouble_draws_nothing_from_the_generators_of_the_training(
     assert after == before
 
 
+@pytest.mark.heavy
 @pytest.mark.proves("local first")
 def test_close_names_all_that_is_missing_and_the_command_that_pushes_it(
     gated: dict[str, Any], tmp_path: Path
@@ -431,7 +432,7 @@ def test_a_signal_ends_a_training_although_the_remote_is_gone(s3: S3, tmp_path: 
 # Secrets.
 
 
-@pytest.mark.quick(2)
+@pytest.mark.heavy
 @pytest.mark.parametrize("is_wrong", [False, True])
 def test_a_secret_is_in_nothing_that_is_written_or_reported(
     s3: S3, tmp_path: Path, is_wrong: bool, capfd: pytest.CaptureFixture[str]

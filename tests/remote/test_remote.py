@@ -126,6 +126,7 @@ def behind(server: S3, broken: Remote) -> Remote:
     return Remote(Store(broken.store.url, {**server.options(), "endpoint_url": server.direct}))
 
 
+@pytest.mark.quick(3)
 @ALL
 def test_what_is_pushed_is_there_and_nothing_else(run: Run, remote: Remote) -> None:
     told: list[int] = []
@@ -207,6 +208,7 @@ def test_a_push_over_another_content_leaves_one_of_them_or_none(
     assert is_whole
 
 
+@pytest.mark.heavy
 def test_the_next_push_sends_only_what_had_not_arrived(
     run: Run, broken: Remote, proxied_s3: ProxiedS3
 ) -> None:
@@ -264,6 +266,7 @@ def test_of_two_of_one_number_the_one_that_is_pushed_stays(run: Run, remote: Rem
     assert "000001-step-00000007" not in str(remote.store.sizes())
 
 
+@pytest.mark.quick(3)
 @ALL
 def test_what_has_not_changed_is_copied_there_where_that_can_be_done(
     run: Run, remote: Remote, place: Place
@@ -312,6 +315,7 @@ def test_what_cannot_be_copied_is_sent(run: Run, remote: Remote, what: str) -> N
     assert push(remote, commit(run, 6, changed), nowhere) == Sent(2 << 20, 0)
 
 
+@pytest.mark.heavy
 def test_what_cannot_be_written_is_known_before_the_first_push(broken: Remote, proxied_s3: ProxiedS3) -> None:
     broken.claim("mine")
     proxied_s3.rules.add("status", status=403, method="PUT")
@@ -435,6 +439,7 @@ def test_the_best_is_what_the_newest_that_can_be_read_says(run: Run, remote: Rem
 # What is kept.
 
 
+@pytest.mark.quick(3)
 @ALL
 def test_only_what_is_kept_stays(run: Run, remote: Remote) -> None:
     for number in (1, 2, 3):

@@ -288,6 +288,7 @@ def telling() -> type[Telling]:
     return Telling
 
 
+@pytest.mark.heavy
 def test_less_than_was_asked_for_is_an_error(telling: type[Telling]) -> None:
     there = Store("telling://exp", patience=2)
     there.write("file", b"123")
@@ -309,6 +310,7 @@ FAULTS = [
 ]
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: "-".join(map(str, fault.values())))
 @pytest.mark.sampled(3)
 def test_a_file_gets_there_in_spite_of_what_goes_wrong_once(
@@ -352,7 +354,7 @@ def test_a_file_is_read_in_spite_of_what_goes_wrong_once(broken: Broken, fault: 
     assert len(broken.proxy.seen.struck()) == 3
 
 
-@pytest.mark.quick(3)
+@pytest.mark.heavy
 @pytest.mark.parametrize("method", ["PUT", "HEAD", "GET"])
 def test_what_stalls_is_an_error_as_soon_as_the_patience_is_over(
     broken: Broken, here: Path, method: str
@@ -418,6 +420,7 @@ def test_what_needs_a_person_is_not_tried_again(broken: Broken) -> None:
     assert len(broken.proxy.seen.requests) == 1
 
 
+@pytest.mark.heavy
 def test_a_bucket_is_never_made(broken: Broken, here: Path) -> None:
     broken.bucket = f"missing-{uuid.uuid4().hex[:12]}"
     there = broken.store()
@@ -499,6 +502,7 @@ def silent() -> Iterator[int]:
         yield server.getsockname()[1]
 
 
+@pytest.mark.heavy
 def test_a_server_that_says_nothing_is_given_up(sftp: Sftp, silent: int) -> None:
     with sftp.through("paramiko"):
         there = Store(f"sftp://ann@127.0.0.1:{silent}/exp", sftp.options(), patience=1)
@@ -566,6 +570,7 @@ class Relay:
         self.cut()
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("client", ["paramiko", "asyncssh"])
 def test_a_connection_that_was_cut_is_made_again(sftp: Sftp, tmp_path: Path, client: str) -> None:
     with sftp.through(client), contextlib.closing(Relay(sftp.port)) as relay:

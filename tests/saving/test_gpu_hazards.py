@@ -231,6 +231,7 @@ def test_a_captured_learning_rate_that_a_scheduler_changes_is_warned_of(
     assert all("captured with optimizer, whose learning rate is a number" in text for text in texts)
 
 
+@pytest.mark.heavy
 def test_a_captured_step_resumes_where_it_was_saved(gpu: Accelerator, run_dir: Path) -> None:
     whole = Captured()
     whole.capture()

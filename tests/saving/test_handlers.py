@@ -174,6 +174,7 @@ class Interrupted:
         return len(seen) >= place
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("what", "fails", "opcodes", "stride"),
     [
@@ -196,6 +197,7 @@ def test_a_handler_at_any_line_of_a_step_that_copies_may_wait(
     assert next(places) > 60
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("stride", [29, pytest.param(1, marks=pytest.mark.nightly)])
 def test_a_handler_may_close_the_run(run_dir: Path, monkeypatch: pytest.MonkeyPatch, stride: int) -> None:
     training, counts = Interrupted(run_dir, "", monkeypatch), set[int]()
@@ -208,6 +210,7 @@ def test_a_handler_may_close_the_run(run_dir: Path, monkeypatch: pytest.MonkeyPa
     assert counts == {0, 1}
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("stride", [59, pytest.param(1, marks=pytest.mark.nightly)])
 def test_a_handler_may_save(run_dir: Path, monkeypatch: pytest.MonkeyPatch, stride: int) -> None:
     training = Interrupted(run_dir, "", monkeypatch)

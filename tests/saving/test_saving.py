@@ -324,6 +324,7 @@ def run_schedule(seed: int, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> N
             assert all(tensor_file.is_equal(before[path][n], again[path][n]) for n in before[path]), path
 
 
+@pytest.mark.quick(7)
 @pytest.mark.filterwarnings("ignore:this loop draws")
 @pytest.mark.usefixtures("_behind_the_fence")
 @pytest.mark.parametrize(
@@ -396,6 +397,7 @@ def saved_bits(
     return training.bits(), losses
 
 
+@pytest.mark.quick(3)
 @pytest.mark.proves("transparent")
 @pytest.mark.parametrize("is_fenced", [True, False])
 @pytest.mark.parametrize("stops", [[], [3, 8]], ids=["never stopped", "resumed twice"])

@@ -154,6 +154,7 @@ def test_a_save_takes_no_memory_that_the_device_lacks(gpus: Callable[[int], Acce
             assert held(taken) == (weight, buffer)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("is_guarded", [True, False])
 def test_steps_on_another_stream_are_awaited(gpus: Callable[[int], Accelerator], is_guarded: bool) -> None:
     for seed in range(40):
@@ -241,6 +242,7 @@ def queued_after(event: threading.Event, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(Transfer, "queue", lambda transfer: event.wait(20) and queue(transfer))
 
 
+@pytest.mark.heavy
 def test_a_write_around_the_fence_on_a_gpu_is_reported(
     gpus: Callable[[int], Accelerator], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -321,6 +323,7 @@ class PartlyFrozen(Training):
         return self.image.take(mine, settled={"file", FROZEN})
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("thaws", [True, False])
 def test_a_write_to_a_frozen_tensor_is_reported(
     gpus: Callable[[int], Accelerator], monkeypatch: pytest.MonkeyPatch, thaws: bool

@@ -138,6 +138,7 @@ def compare(run_dir: Path, way: list[tuple[Where, Any]], make: Callable[[], Any]
 PLACES: list[Where] = [("body", 0, 2), ("body", 1, 0), ("body", 1, 5), ("validation", 1, 5), ("rest", 1, 5)]
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("where", PLACES)
 @pytest.mark.parametrize("which", ["best", 1, 6, 7])
 @pytest.mark.sampled(20)
@@ -150,6 +151,7 @@ def test_going_back_trains_what_a_process_resumed_from_there_trains(
     compare(run_dir, [(where, which)], LOADERS["in process"])
 
 
+@pytest.mark.heavy
 @pytest.mark.filterwarnings("ignore:this epoch was resumed in the middle")
 @pytest.mark.parametrize("kind", [*LOADERS][1:])
 @pytest.mark.parametrize(("where", "which"), [(("body", 1, 2), 3), (("rest", 1, 5), 9), (("body", 1, 5), 7)])
@@ -175,11 +177,12 @@ def test_the_same_when_it_goes_back_again_and_again(run_dir: Path, kind: str) ->
 
 
 @pytest.mark.parametrize("which", [1, 2, 3, 4, 6])
-@pytest.mark.quick(5)
+@pytest.mark.heavy
 def test_the_same_in_the_middle_of_an_accumulation(run_dir: Path, which: int) -> None:
     compare(run_dir, [(("body", 1, 1), which)], loader, every=3)
 
 
+@pytest.mark.heavy
 def test_going_back_twice_in_a_row_is_going_back_to_the_second(run_dir: Path) -> None:
     compare(run_dir, [(("body", 1, 2), (2, "newest", 4))], loader)
 
@@ -261,6 +264,7 @@ def skipping(training: Training, seen: Seen, at: tuple[int, int] | None, which: 
     state.close()
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("kind", LOADERS)
 @pytest.mark.parametrize(("at", "which"), [((0, 3), 1), ((1, 0), 3), ((1, 3), 7), ((1, 5), 6)])
 @pytest.mark.sampled(16)
@@ -277,6 +281,7 @@ def test_skipped_data_are_not_trained_and_all_other_data_are(
     assert len({str(batch) for *_, batch in seen}) == 18
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("kind", LOADERS)
 @pytest.mark.parametrize("stop", [(1, 3), (1, 5), (2, 1)])
 @pytest.mark.sampled(12)

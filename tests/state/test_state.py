@@ -1181,6 +1181,7 @@ def _looped(run_dir: Path, workers: int, forks_at: int | None) -> list[int]:
     return seen
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork")
 def test_a_forked_child_that_exits_leaves_the_run_and_its_workers_alone(tmp_path: Path, workers: int) -> None:

@@ -136,6 +136,7 @@ def _begin(disk: Disk) -> tuple[Training, RunState]:
     return training, state
 
 
+@pytest.mark.quick(3)
 def test_what_the_disk_did_not_take_is_never_flushed_again_nor_reported_durable(disk: Disk) -> None:
     training, state = _begin(disk)
     disk.breaks("pwrite")

@@ -300,6 +300,7 @@ def _told(training: Training, state: RunState) -> str:
     return "warned" if warned else "fine"
 
 
+@pytest.mark.heavy
 @pytest.mark.proves("durable")
 @pytest.mark.parametrize("name", [name for name in CALLS if name not in ("ftruncate", *HARMLESS)])
 @pytest.mark.sampled(6)
@@ -324,6 +325,7 @@ def test_a_disk_call_that_fails_is_reported_and_harms_no_checkpoint(
     assert told == sorted(told, key=["raised", "warned", "fine"].index)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", HARMLESS)
 def test_a_disk_call_that_a_save_can_do_without_fails_and_nothing_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
@@ -366,6 +368,7 @@ def _told_of_start(run_dir: Path) -> str:
     return ""
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", ["open", "write", "fsync", "close", "mkdir", "replace", "ftruncate"])
 @pytest.mark.sampled(3)
 def test_a_disk_call_that_fails_at_a_start_leaves_nothing_in_the_way_of_the_next(

@@ -62,6 +62,7 @@ def test_no_power_cut_takes_back_what_was_promised(look: Look, times: int, name:
     assert look(name, most, 15) >= min(most, 250 if name in FEW else 440)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("name", ["in-a-folder-that-was-there", "one-kept", "back"])
 def test_a_small_part_of_the_power_cuts_takes_back_nothing(look: Look, name: str) -> None:
     assert look(name, 220, 20) == 220

@@ -127,6 +127,7 @@ def _goes_on(disk: Disk, training: Training, keep: int) -> None:
     assert all(map(torch.equal, ours, _uninterrupted(disk.path.parent / "other", 10)))
 
 
+@pytest.mark.quick(6)
 @pytest.mark.proves("durable")
 @pytest.mark.parametrize("keep", [1, 2])
 @pytest.mark.parametrize("share", [0, 0.1, 0.4, 0.8, 0.97, 0.99, 0.995])

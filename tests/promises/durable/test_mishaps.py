@@ -344,6 +344,7 @@ def _within_limits(
     raise AssertionError("it never was fine")
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("does_load", [False, True])
 def test_a_limit_of_open_files_is_reported_and_costs_nothing_that_was_saved(
     tmp_path: Path, tally: Tally, does_load: bool

@@ -254,7 +254,7 @@ ORDERS: list[tuple[Scenario, int, int]] = [
 """Scenarios, and how many orders of each: among the quick tests, and among the heavy ones."""
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(6)
 @pytest.mark.proves("exact")
 @pytest.mark.parametrize(("scenario", "count"), [(one, quick) for one, quick, _ in ORDERS])
 def test_some_orders(scenario: Scenario, count: int, tmp_path: Path) -> None:

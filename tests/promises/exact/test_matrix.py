@@ -12,14 +12,12 @@ from forks import Forks
 
 @pytest.mark.proves("exact")
 @pytest.mark.proves("transparent")
+@pytest.mark.quick(24)
 @pytest.mark.sampled(4)
-@pytest.mark.quick(3)
 @pytest.mark.parametrize("case", matrix.chosen(), ids=str)
 def test_a_killed_training_is_the_plain_one(
-    tmp_path: Path, forks: Forks, tally: Tally, request: pytest.FixtureRequest, case: matrix.Case
+    tmp_path: Path, forks: Forks, tally: Tally, case: matrix.Case
 ) -> None:
-    print(f"This case alone: python -m pytest -n 0 -m '' '{request.node.nodeid}'")
-
     found = matrix.problem(forks, case, tmp_path)
 
     tally("killed set-ups of loaders", 1, [found] if found else [])

@@ -77,6 +77,7 @@ def test_nor_one_that_is_stopped_at_every_tick_in_every_way(first: int, tally: T
     tally("random scripts, every tick", len(verdicts), bad)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("kind", programs.KINDS)
 def test_a_script_that_loses_state_is_found(kind: programs.Kind) -> None:
     source = FORGETFUL.replace("RATES\n", IN_AN_ITERATOR)
@@ -85,6 +86,7 @@ def test_a_script_that_loses_state_is_found(kind: programs.Kind) -> None:
     assert programs.examine(program, [kind], None).worst.outcome == "silent"
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("kind", programs.KINDS)
 def test_a_script_whose_functions_lose_state_is_warned(kind: programs.Kind) -> None:
     source = FORGETFUL.replace("RATES\n", IN_A_NUMBER)
@@ -93,6 +95,7 @@ def test_a_script_whose_functions_lose_state_is_warned(kind: programs.Kind) -> N
     assert programs.examine(program, [kind], None).worst.outcome == "warned"
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("kind", programs.KINDS)
 def test_a_script_that_keeps_its_state_is_exact(kind: programs.Kind) -> None:
     source = FORGETFUL.replace("RATES\n", IN_A_LIST)

@@ -90,6 +90,7 @@ def made(tree: Any) -> nn.Module:
     return LAYERS[tree]() if isinstance(tree, str) else nn.Sequential(*map(made, tree))
 
 
+@pytest.mark.heavy
 @pytest.mark.proves("exact")
 @settings(max_examples=20, deadline=None)
 @given(

@@ -258,6 +258,7 @@ CASES = {
 }
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("name", CASES)
 def test_a_stopped_training_is_one_that_was_not(run_dir: Path, name: str) -> None:
     case = CASES[name]
@@ -305,6 +306,7 @@ LARGE = 4096, 4100
 """Of a tensor whose image is taken while the training continues."""
 
 
+@pytest.mark.heavy
 def test_what_is_written_right_after_a_save_is_not_in_it(run_dir: Path) -> None:
     model = nn.Linear(*LARGE, bias=False)
     with RunState.load(run_dir, model=model, keep=None) as state:

@@ -156,7 +156,7 @@ def _when(place: int, index: int) -> list[pytest.MarkDecorator]:
     ],
 )
 @pytest.mark.sampled(3)
-@pytest.mark.quick(3)
+@pytest.mark.heavy
 def test_a_signal_ends_a_training_that_continues_bit_for_bit(
     tmp_path: Path, where: str, first: int, second: int, number: signal.Signals, is_group: bool
 ) -> None:
@@ -485,6 +485,7 @@ def _fit(run_dir: Path, at: int | None, left: RunState | None = None) -> dict[st
     return {**model.state_dict(), "drawn": torch.rand(3)}
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("steps", [(2, 6), (3, 7), (4, 8)], ids=["middle", "last but one", "epoch's end"])
 def test_a_training_is_saved_though_another_one_that_was_left_ends_in_its_loop(
     tmp_path: Path, steps: tuple[int, int]

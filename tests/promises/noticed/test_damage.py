@@ -362,7 +362,7 @@ _open = os.open
 
 
 @pytest.mark.parametrize("change", [rewriting, replacing, truncating, extending])
-@pytest.mark.quick(2)
+@pytest.mark.quick(4)
 def test_a_file_that_changes_between_any_two_system_calls_of_a_load_is_never_mixed_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tally: Tally, change: Callable[[Path, bytes], None]
 ) -> None:
@@ -390,6 +390,7 @@ def test_a_file_that_changes_between_any_two_system_calls_of_a_load_is_never_mix
     tally("files changed while they are read", count, bad)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("calls_until_it_is_back", [1, 2, 3, 8])
 def test_a_header_that_is_another_one_for_a_moment_is_never_believed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tally: Tally, calls_until_it_is_back: int

@@ -221,6 +221,7 @@ def swap_when_opened(
     return opened
 
 
+@pytest.mark.quick(4)
 @pytest.mark.usefixtures("weak")
 @pytest.mark.parametrize("time", range(1, 6))
 @pytest.mark.parametrize(
