@@ -68,7 +68,7 @@ def as_in_a_script(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--nightly", action="store_true", help="run all cases, and count five times as far")
+    parser.addoption("--nightly", action="store_true", help="run all cases, and count three times as far")
     parser.addoption("--times", type=int, help="count so many times as far as at a commit")
     parser.addoption("--seed", type=int, help="chooses the sample and the moments of kills: today")
 
@@ -76,7 +76,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(tryfirst=True)  # hypothesis and xdist read the options after
 def pytest_configure(config: pytest.Config) -> None:
     chosen.begin(config)
-    config.option.times = config.option.times or (5 if config.option.nightly else 1)
+    config.option.times = config.option.times or (3 if config.option.nightly else 1)
 
 
 @pytest.hookimpl(tryfirst=True)  # -m leaves out what is nightly right after

@@ -342,7 +342,6 @@ CORRECT: dict[str, dict[str, str]] = {
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("name", CORRECT)
-@pytest.mark.sampled(5)
 def test_a_correct_script_gives_no_alarm(
     forks: Forks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -384,7 +383,6 @@ OWN_LOOPS = {
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("name", OWN_LOOPS)
-@pytest.mark.sampled(4)
 def test_a_correct_loop_of_another_shape_gives_no_alarm(
     forks: Forks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -460,7 +458,6 @@ BROKEN: dict[str, tuple[dict[str, str], str, str, str]] = {
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("name", BROKEN)
-@pytest.mark.sampled(3)
 def test_a_broken_script_is_reported_as_what_it_is(
     forks: Forks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

@@ -82,7 +82,6 @@ def _said(finding: Finding) -> str:
     return "\n".join([finding.what, finding.text, *finding.names])
 
 
-@pytest.mark.sampled(30)
 @pytest.mark.parametrize("name", sorted(BROKEN))
 def test_a_broken_script_is_diagnosed_by_its_class_and_by_name(
     name: str, forks: Forks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -116,7 +115,6 @@ def test_what_cannot_be_put_back_is_not_named(
     assert (first.kind, list(first.names)) == ("state", [])
 
 
-@pytest.mark.sampled(16)
 @pytest.mark.parametrize("name", sorted(REAL))
 def test_a_published_script_that_is_broken_is_diagnosed(
     name: str, forks: Forks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -133,7 +131,6 @@ def _is_diagnosed(script: Path, kind: str, named: str, start: trials.Start | Non
     assert re.search(rf"\b{re.escape(named)}\b", _said(first)), _said(first)
 
 
-@pytest.mark.sampled(24)
 @pytest.mark.parametrize("script", CORRECT, ids=lambda script: script.stem)
 def test_a_correct_script_gives_no_alarm(
     script: Path, forks: Forks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

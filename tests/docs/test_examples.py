@@ -91,7 +91,6 @@ def assert_killed_or_not_all_the_same(
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("example", SIZES)
-@pytest.mark.sampled(6)
 def test_an_example_that_is_killed_twice_ends_with_the_same_bits(
     example: str, tmp_path: Path, forks: Forks
 ) -> None:

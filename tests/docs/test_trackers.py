@@ -222,7 +222,6 @@ def killed(straight: Training, folder: Path, *kills: tuple[str, int]) -> Trainin
     return training
 
 
-@pytest.mark.sampled(4)
 def test_a_curve_has_each_step_once_however_often_the_training_was_killed(
     straight: Training, tmp_path: Path
 ) -> None:
@@ -236,7 +235,6 @@ def test_a_curve_has_each_step_once_however_often_the_training_was_killed(
     assert {step for _, step in training.checkpoints()} == {step for _, step in straight.checkpoints()}
 
 
-@pytest.mark.sampled(4)
 def test_a_curve_that_went_back_continues_with_the_new_values(straight: Training, tmp_path: Path) -> None:
     training = killed(straight, tmp_path, ("batch", 14))
     training.start("batch", 14, back_to=9, shift=1)

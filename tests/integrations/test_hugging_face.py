@@ -144,7 +144,6 @@ def chain(run_dir: Path, name: str, way: str | None, stops: list[Stop]) -> Seen:
 
 @pytest.mark.quick(4)
 @pytest.mark.parametrize(("name", "way"), EXACT)
-@pytest.mark.sampled(4)
 def test_a_dataset_stopped_in_mid_epoch_gives_what_it_would_have_given(
     run_dir: Path, name: str, way: str | None
 ) -> None:
@@ -153,7 +152,6 @@ def test_a_dataset_stopped_in_mid_epoch_gives_what_it_would_have_given(
 
 
 @pytest.mark.parametrize(("name", "way"), EXACT)
-@pytest.mark.sampled(12)
 def test_a_dataset_stopped_at_an_epochs_edge_gives_what_it_would_have_given(
     run_dir: Path, name: str, way: str | None
 ) -> None:

@@ -51,7 +51,6 @@ def _one_accelerator() -> Iterator[None]:
 @pytest.mark.parametrize("stops", STOPS, ids=str)
 @pytest.mark.parametrize(("maker", "options"), SETUPS)
 @pytest.mark.quick(5)
-@pytest.mark.sampled(5)
 def test_a_prepared_loader_resumes_with_the_bits_of_the_plain_script(
     maker: str, options: Any, stops: list[Stop], run_dir: Path
 ) -> None:

@@ -41,7 +41,6 @@ def both(rank: int, folder: Path, stops: list[Stop], maker: str, options: Any) -
 @pytest.mark.heavy
 @pytest.mark.parametrize("stops", [[2, 4], [], [5, 7, 11], ["epoch 0", 13]], ids=str)
 @pytest.mark.parametrize("setup", SETUPS)
-@pytest.mark.sampled(6)
 def test_two_processes_end_with_the_bits_of_the_plain_script(
     setup: str, stops: list[Stop], tmp_path: Path
 ) -> None:

@@ -155,7 +155,6 @@ def chain(run_dir: Path, make: Callable[[], Any], stops: list[Stop]) -> Seen:
 
 
 @pytest.mark.parametrize("name", KINDS)
-@pytest.mark.sampled(4)
 def test_a_pipeline_stopped_in_mid_epoch_gives_what_it_would_have_given(
     run_dir: Path, urls: list[str], name: str
 ) -> None:
@@ -164,7 +163,6 @@ def test_a_pipeline_stopped_in_mid_epoch_gives_what_it_would_have_given(
 
 
 @pytest.mark.parametrize("name", KINDS)
-@pytest.mark.sampled(5)
 def test_a_pipeline_stopped_at_an_epochs_edge_gives_what_it_would_have_given(
     run_dir: Path, urls: list[str], name: str
 ) -> None:

@@ -366,7 +366,6 @@ KEEPING = {
 @pytest.mark.proves("exact")
 @pytest.mark.parametrize("workers", WORKERS, ids=["here", "new", "kept"])
 @pytest.mark.parametrize("name", KEEPING)
-@pytest.mark.sampled(3)
 def test_with_a_state_it_is_exact_and_not_warned_of(
     run_dir: Path, name: str, workers: dict[str, Any]
 ) -> None:
@@ -455,7 +454,6 @@ def test_what_the_script_sets_or_loading_sets_once_is_no_counter(
 @pytest.mark.proves("exact")
 @pytest.mark.parametrize("workers", WORKERS, ids=["here", "new", "kept"])
 @pytest.mark.parametrize("name", ["refilled", "redrawn", "samples that are only counted"])
-@pytest.mark.sampled(4)
 def test_what_is_not_warned_of_is_exact(run_dir: Path, name: str, workers: dict[str, Any]) -> None:
     make_loader, _ = QUIET[name]
 

@@ -276,7 +276,6 @@ KINDS: dict[str, Make] = {
     ("kind", "workers"),
     [*((kind, 0) for kind in KINDS), ("shuffled", 2), ("own generator", 2), ("torchdata", 2)],
 )
-@pytest.mark.sampled(3)
 def test_one_rank_continues_as_two_and_as_one_again(tmp_path: Path, kind: str, workers: int) -> None:
     alone = Script(tmp_path / "alone", KINDS[kind], batch_size=4, num_workers=workers)
     expected = [indices(epoch) for epoch in alone.leg(1)[0]]
@@ -331,7 +330,6 @@ def test_workers_that_persist_are_let_go_where_an_epoch_was_left_by_a_break(tmp_
 
 @pytest.mark.parametrize("persists", [False, True])
 @pytest.mark.parametrize("stop", [(0, -1), (0, "end"), (1, 0), (1, 1), (1, -1)])
-@pytest.mark.sampled(3)
 @pytest.mark.quick(4)
 def test_the_number_may_change_wherever_the_run_stops(tmp_path: Path, stop: Any, persists: bool) -> None:
     script = Script(tmp_path, batch_size=4, num_workers=1, persistent_workers=persists)
@@ -344,7 +342,6 @@ def test_the_number_may_change_wherever_the_run_stops(tmp_path: Path, stop: Any,
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.sampled(5)
 @pytest.mark.heavy
 def test_after_a_change_a_run_stopped_repeatedly_matches_a_whole_one(
     tmp_path: Path, workers: int, ranks: int
@@ -634,7 +631,6 @@ ALWAYS_SO = [(name, 3, 2) for name in ("subclass", "own batches", "length", "any
 @pytest.mark.quick(5)
 @pytest.mark.filterwarnings("ignore:in_order=False")
 @pytest.mark.parametrize(("name", "before", "after"), CHANGES + ALWAYS_SO)
-@pytest.mark.sampled(3)
 def test_what_cannot_be_dealt_out_again_is_a_mismatch_that_says_why(
     tmp_path: Path, name: str, before: int, after: int
 ) -> None:

@@ -262,7 +262,6 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-@pytest.mark.sampled(3)
 @pytest.mark.heavy
 def test_workers_with_full_queues_end_when_their_training_is_killed(
     tmp_path: Path, run_dir: Path, method: str

@@ -563,7 +563,6 @@ def test_a_stream_that_is_shorter_than_it_was_is_a_mismatch(run_dir: Path) -> No
         ("dataset_length", {"dataset": Images(quiet, 31)}),
     ],
 )
-@pytest.mark.sampled(3)
 def test_a_loader_that_changed_in_mid_epoch_is_a_mismatch_that_names_what_did(
     run_dir: Path, workers: int, field: str, change: dict[str, Any]
 ) -> None:

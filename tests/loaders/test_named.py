@@ -161,7 +161,6 @@ def test_a_generator_that_code_names_continues_in_this_process(name: str, run_di
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("persists", [False, True])
 @pytest.mark.parametrize("name", ["helper", "module", "late", "attribute", "stream"])
-@pytest.mark.sampled(3)
 def test_a_generator_that_code_names_continues_in_workers(name: str, persists: bool, run_dir: Path) -> None:
     loader = partial(LOADED[name], num_workers=2, persistent_workers=persists)
 

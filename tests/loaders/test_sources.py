@@ -287,7 +287,6 @@ KINDS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize(("name", "stops"), [*itertools.product(KINDS, [[], *STOPS])])
-@pytest.mark.sampled(2)
 @pytest.mark.quick(30)
 def test_a_loader_that_keeps_its_position_continues_from_it(
     run_dir: Path, name: str, stops: list[Stop]
@@ -507,7 +506,6 @@ keeps_none = pytest.mark.filterwarnings("ignore:loader keeps no position")
 @pytest.mark.filterwarnings("ignore:loader starts threads")
 @pytest.mark.parametrize("stops", STOPS)
 @pytest.mark.parametrize("name", PLAIN)
-@pytest.mark.sampled(3)
 def test_an_iterable_without_a_position_continues(run_dir: Path, name: str, stops: list[Stop]) -> None:
     # A thread that loads draws from the training's generators when it likes; here the workers draw
     assert chain(run_dir, PLAIN[name], stops) == uninterrupted(PLAIN[name])

@@ -603,7 +603,6 @@ CASES = [
 
 @pytest.mark.quick(4)
 @pytest.mark.parametrize(("seed", "optimizer"), CASES)
-@pytest.mark.sampled(5)
 def test_any_training_comes_back_to_the_last_bit(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch, seed: int, optimizer: str
 ) -> None:

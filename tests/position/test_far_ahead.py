@@ -186,7 +186,6 @@ def test_batches_that_were_ahead_in_through_are_kept_for_a_loop_without_it(run_d
 @pytest.mark.parametrize("anew", [False, True])
 @pytest.mark.parametrize("is_missing", [False, True])
 @pytest.mark.parametrize("ahead", [1, 3])
-@pytest.mark.sampled(3)
 def test_a_generator_that_is_made_with_the_first_batch_is_exact(
     run_dir: Path, ahead: int, anew: bool, is_missing: bool
 ) -> None:

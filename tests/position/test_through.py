@@ -214,7 +214,6 @@ def chain(
 
 @pytest.mark.parametrize("stops", [[], [4, "end", 7, 11], [6, 12]])
 @pytest.mark.parametrize("name", LOOPS)
-@pytest.mark.sampled(2)
 @pytest.mark.quick(18)
 def test_what_was_only_loaded_ahead_is_not_counted(run_dir: Path, name: str, stops: list[Any]) -> None:
     if name.startswith("around"):  # where a step belongs to no batch that is known
@@ -286,7 +285,6 @@ def test_an_epoch_left_early_is_left_whatever_was_loaded_ahead(run_dir: Path, na
         pytest.param("around: thread", marks=pytest.mark.heavy),
     ],
 )
-@pytest.mark.sampled(3)
 @pytest.mark.heavy
 def test_a_resume_continues_where_a_broken_sample_ended_the_training(run_dir: Path, name: str) -> None:
     broken = Images()

@@ -140,7 +140,6 @@ def values(found: list[gloo.Ended]) -> list[Any]:
         pytest.param(4, (4, 1), {"static_graph": True}, marks=pytest.mark.heavy),
     ],
 )
-@pytest.mark.sampled(3)
 @pytest.mark.heavy
 def test_a_training_stopped_twice_ends_as_one_that_was_not(
     tmp_path: Path, size: int, stops: tuple[int, ...], options: dict[str, Any]

@@ -43,7 +43,6 @@ def hear(rank: int, size: int, asks: dict[int, int], pause: float, ahead: float)
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("ahead", [0.0, 0.001, 10])
-@pytest.mark.sampled(3)
 def test_all_do_at_the_same_boundary_what_one_asks_for(tmp_path: Path, size: int, ahead: float) -> None:
     ended = gloo.run(size, hear, size, {size - 1: 20}, 0.001, ahead, folder=tmp_path)
 
@@ -104,7 +103,6 @@ def train(rank: int, run_dir: Path, whom: int | None, step: int, is_group: bool,
         pytest.param(3, 2, False, marks=pytest.mark.heavy),
     ],
 )
-@pytest.mark.sampled(3)
 @pytest.mark.heavy
 def test_a_signal_on_one_rank_ends_all_at_one_place(
     tmp_path: Path, size: int, whom: int, is_group: bool

@@ -73,7 +73,6 @@ def test_a_sharded_training_killed_three_times_ends_with_the_same_bits(tmp_path:
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("here", MESHES)
-@pytest.mark.sampled(8)
 def test_every_mesh_continues_from_every_other(tmp_path: Path, here: str) -> None:
     saved = values(run(here, tmp_path / "exp", 3, tmp_path))
 

@@ -96,7 +96,7 @@ def test_each_mistake_can_be_made() -> None:
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("patch", PATCHES, ids=[patch.stem for patch in PATCHES])
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_a_mistake_is_caught_by_the_tests_that_are_named_with_it(
     copy: Path, nursery: Nursery, patch: Path, tally: Tally
 ) -> None:

@@ -330,7 +330,6 @@ def run_schedule(seed: int, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     "seed", [*range(40), *(pytest.param(n, marks=pytest.mark.heavy) for n in range(40, 200))]
 )
-@pytest.mark.sampled(3)
 def test_no_file_has_what_is_written_after_save(
     seed: int, run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -402,7 +401,6 @@ def saved_bits(
 @pytest.mark.parametrize("is_fenced", [True, False])
 @pytest.mark.parametrize("stops", [[], [3, 8]], ids=["never stopped", "resumed twice"])
 @pytest.mark.parametrize("number", [0, 3], ids=["sgd", "fused adam"])
-@pytest.mark.sampled(3)
 def test_a_training_that_saves_every_step_is_the_plain_one(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch, is_fenced: bool, stops: list[int], number: int
 ) -> None:

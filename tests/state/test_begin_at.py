@@ -148,7 +148,6 @@ KINDS = ["sampler", "generator", "global", "seeded each epoch", "iterable", "str
 @pytest.mark.parametrize("at", PLACES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.quick(8)
-@pytest.mark.sampled(3)
 def test_what_an_old_script_began_ends_with_its_bits(
     kind: str, at: tuple[int, int], stops: tuple[int, ...], run_dir: Path
 ) -> None:

@@ -141,7 +141,6 @@ PLACES: list[Where] = [("body", 0, 2), ("body", 1, 0), ("body", 1, 5), ("validat
 @pytest.mark.heavy
 @pytest.mark.parametrize("where", PLACES)
 @pytest.mark.parametrize("which", ["best", 1, 6, 7])
-@pytest.mark.sampled(20)
 def test_going_back_trains_what_a_process_resumed_from_there_trains(
     run_dir: Path, where: Where, which: Any
 ) -> None:
@@ -155,7 +154,6 @@ def test_going_back_trains_what_a_process_resumed_from_there_trains(
 @pytest.mark.filterwarnings("ignore:this epoch was resumed in the middle")
 @pytest.mark.parametrize("kind", [*LOADERS][1:])
 @pytest.mark.parametrize(("where", "which"), [(("body", 1, 2), 3), (("rest", 1, 5), 9), (("body", 1, 5), 7)])
-@pytest.mark.sampled(9)
 def test_the_same_with_workers_and_with_two_loaders(
     run_dir: Path, kind: str, where: Where, which: int
 ) -> None:
@@ -267,7 +265,6 @@ def skipping(training: Training, seen: Seen, at: tuple[int, int] | None, which: 
 @pytest.mark.heavy
 @pytest.mark.parametrize("kind", LOADERS)
 @pytest.mark.parametrize(("at", "which"), [((0, 3), 1), ((1, 0), 3), ((1, 3), 7), ((1, 5), 6)])
-@pytest.mark.sampled(16)
 def test_skipped_data_are_not_trained_and_all_other_data_are(
     run_dir: Path, kind: str, at: tuple[int, int], which: int
 ) -> None:
@@ -284,7 +281,6 @@ def test_skipped_data_are_not_trained_and_all_other_data_are(
 @pytest.mark.heavy
 @pytest.mark.parametrize("kind", LOADERS)
 @pytest.mark.parametrize("stop", [(1, 3), (1, 5), (2, 1)])
-@pytest.mark.sampled(12)
 def test_a_training_that_left_out_data_resumes_bit_for_bit(
     run_dir: Path, kind: str, stop: tuple[int, int]
 ) -> None:
@@ -442,7 +438,6 @@ AHEAD: dict[str, Callable[[RunState], Any]] = {
 
 @pytest.mark.parametrize("kind", AHEAD)
 @pytest.mark.parametrize("at", [1, 4, 5])
-@pytest.mark.sampled(12)
 def test_what_was_loaded_ahead_is_not_left_out(run_dir: Path, kind: str, at: int) -> None:
     training, seen = Training(run_dir, 1, lambda: loader(2)), []
     training.state.save()
@@ -675,7 +670,6 @@ def healthy(training: Training, stop: int | None) -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("stop", [2, 4, 5])
-@pytest.mark.sampled(6)
 def test_a_training_with_bad_data_gets_through_and_resumes_bit_for_bit(
     run_dir: Path, workers: int, stop: int
 ) -> None:

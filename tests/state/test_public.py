@@ -135,7 +135,6 @@ with RunState.load("exp", model=torch.nn.Linear(2, 1), quiet=True) as state:
 @pytest.mark.heavy
 @pytest.mark.parametrize("state", ["enable", "disable"])
 @pytest.mark.parametrize("name", ["RunState", "Trace"])
-@pytest.mark.sampled(2)
 def test_the_garbage_collector_is_left_as_the_script_has_set_it(state: str, name: str) -> None:
     code = f"""
 import gc, torch, resumable

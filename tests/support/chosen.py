@@ -14,8 +14,8 @@ import pytest
 
 QUICK = "not heavy and not nightly and not cuda"
 """What pytest takes for -m unless it is given; see addopts in pyproject.toml."""
-OF_HEAVY = 3
-"""Of the cases of a heavy test every third runs at each commit, unless `sampled(n)` says otherwise."""
+OF_HEAVY = 14
+"""Of the heavy tests of a file every 14th runs at a commit, of the cases of a sampled(n) one every n-th."""
 _SEED = "TESTS_SEED"
 
 
@@ -46,8 +46,8 @@ def sample(items: list[pytest.Item], seed: int) -> None:
     """Leave every n-th case of a test that is marked as quick(n), and make the others heavy.
 
     Those of the integrations are heavy: a framework takes seconds to import.
-    Of a heavy test, and of one that is marked as sampled(n), leave every n-th by the seed, and make the
-    others nightly. The quick part is the same every day, so that coverage is too.
+    Of the heavy ones of a file, and of the cases of one that is marked as sampled(n), leave every n-th by the
+    seed, and make the others nightly. The quick part is the same every day, so that coverage is too.
     """
     for item in items:
         if "integrations" in item.path.parts:
@@ -62,7 +62,7 @@ def sample(items: list[pytest.Item], seed: int) -> None:
             each = mark.args[0] if mark else OF_HEAVY if is_heavy and name == "sampled" else 1
             if not item.get_closest_marker(elsewhere):
                 # What is heavy is a series of its own: of both there is some at every commit.
-                series = item.nodeid.partition("[")[0], is_heavy
+                series = item.nodeid.partition("[" if mark else "::")[0], is_heavy
                 if seen[series] % each:
                     item.add_marker(elsewhere)
                 seen[series] += 1

@@ -55,7 +55,7 @@ def look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tally: Tally) -> Itera
     "name",
     [pytest.param(name, marks=[pytest.mark.nightly] if name in NIGHTLY else []) for name in scenarios.ALL],
 )
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(3)
 def test_no_power_cut_takes_back_what_was_promised(look: Look, times: int, name: str) -> None:
     most = 150 * times
 

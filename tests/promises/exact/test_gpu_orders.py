@@ -264,7 +264,7 @@ def test_some_orders(scenario: Scenario, count: int, tmp_path: Path) -> None:
 @pytest.mark.proves("exact")
 @pytest.mark.heavy
 @pytest.mark.timeout(300)
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("scenario", "count"), [(one, count) for one, _, count in ORDERS])
 def test_orders(scenario: Scenario, count: int, tmp_path: Path, tally: Tally, times: int) -> None:
     seeds = range(1000, 1000 + count * times)
