@@ -33,8 +33,9 @@ RECORDED = "docs/quickstart.md"
 MODULES = sorted(
     ".".join(path.relative_to(ROOT).with_suffix("").parts)
     for path in (ROOT / "resumable").rglob("*.py")
-    if path.stem != "__main__" and "stilled" not in path.parts
+    if path.stem != "__main__" and "stilled" not in path.parts and ">>>" in path.read_text()
 )
+"""The modules with examples in docstrings."""
 
 
 def blocks(page: str) -> list[str]:

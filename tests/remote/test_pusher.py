@@ -182,6 +182,7 @@ def test_two_that_the_remote_does_not_keep_are_pushed_once_each(
 # Nobody waits.
 
 
+@pytest.mark.proves("local first")
 @pytest.mark.proves("quiet")
 def test_a_save_does_not_wait_for_a_remote_that_takes_nothing(gated: dict[str, Any], tmp_path: Path) -> None:
     training = Training()

@@ -100,8 +100,8 @@ SLOW = [
 
 @pytest.mark.proves("never a hang")
 @pytest.mark.parametrize(("trouble", "whom", "kind", "said"), QUICK)
+@pytest.mark.quick(8)
 @pytest.mark.sampled(3)
-@pytest.mark.heavy
 def test_all_ranks_raise_the_same_error(
     tmp_path: Path, trouble: str, whom: int, kind: str, said: str
 ) -> None:
