@@ -794,8 +794,7 @@ def assert_filled(data: bytes, targets: Sequence[Target]) -> None:
             assert (taking.found, taking.times) == (expected, [1] * len(expected))
 
 
-@pytest.mark.heavy
-@settings(deadline=None, database=None, max_examples=150)
+@settings(deadline=None, database=None, max_examples=40)
 @given(ranges(), sizes, st.sampled_from([Lane, SmallLane]), st.data())
 @example((60, [(0, 60, "memory")]), Sizes(25, 12, 1), Lane, None)
 @example((60, [(0, 0, "take"), (10, 50, "both"), (50, 50, "memory")]), Sizes(10, 3, 3), SmallLane, None)
