@@ -31,6 +31,8 @@ for line in sys.stdin:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.chdir(order["folder"])
         sys.path.insert(0, order["folder"])
+        # For what imports tests.support
+        sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
         os.environ["PYTHONPATH"] = order["folder"]
         code = int(pytest.main(order["arguments"]))
         sys.stdout.flush()
