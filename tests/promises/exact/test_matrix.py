@@ -31,7 +31,7 @@ def test_all_values_meet_that_can_meet() -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.xfail(strict=True, reason="not exact yet")
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="these set-ups are not exact yet")
 @pytest.mark.parametrize("case", matrix.INEXACT, ids=str)
 def test_a_set_up_that_is_not_exact_yet(tmp_path: Path, forks: Forks, case: matrix.Case) -> None:
     assert matrix.problem(forks, case, tmp_path) is None
