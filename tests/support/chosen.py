@@ -14,8 +14,8 @@ import pytest
 
 QUICK = "not heavy and not nightly and not cuda"
 """What pytest takes for -m unless it is given; see addopts in pyproject.toml."""
-OF_HEAVY = 18
-"""Of the heavy tests of a file every 18th runs at a commit, of the cases of a sampled(n) one every n-th."""
+OF_HEAVY = 24
+"""Of the heavy tests of a file every 24th runs at a commit, of the cases of a sampled(n) one every n-th."""
 _SEED = "TESTS_SEED"
 
 

@@ -13,7 +13,7 @@ from forks import Forks
 @pytest.mark.proves("exact")
 @pytest.mark.proves("transparent")
 @pytest.mark.quick(24)
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("case", matrix.chosen(), ids=str)
 def test_a_killed_training_is_the_plain_one(
     tmp_path: Path, forks: Forks, tally: Tally, case: matrix.Case

@@ -600,7 +600,7 @@ def _no_longer_than(seconds: float, started: subprocess.Popen[str]) -> Iterator[
 
 @pytest.mark.proves("in good order")
 @pytest.mark.heavy
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
 @pytest.mark.parametrize("when", ["start", "mid"])
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])

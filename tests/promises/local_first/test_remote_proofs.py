@@ -27,7 +27,7 @@ from resumable.remote import storage
 from resumable.run import environment, manifest
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(400)]
-KILLS, SEEDS = 25, 8
+KILLS, SEEDS = 25, 4
 MEGABYTES = 12
 FAULTS = ("status", "status", "reset", "reset-answer", "lose-answer", "truncate-answer", "reset-request")
 
