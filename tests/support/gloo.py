@@ -53,7 +53,10 @@ def run(
         )
         for rank in range(size)
     ]
-    for child in ranks:
+    # The store is in rank 0, which stays until the others have had their say.
+    for child in [*ranks[1:], ranks[0]]:
+        if child is ranks[0]:
+            port.with_suffix(".said").touch()
         # A process that is stopped never ends
         while time.monotonic() < end and not child.has_ended(0.2) and not _is_stopped(child.pid):
             pass
@@ -93,9 +96,10 @@ def _call(rank: int, size: int, port: Path, body: Callable[..., Any], args: Any)
     fresh = port.with_suffix(f".{rank}-new")
     fresh.write_bytes(pickle.dumps(found))
     fresh.rename(_answer(port, rank))
-    # The store is in rank 0: it stays until the others have had their say.
-    if rank == 0:
-        time.sleep(0.2)
+    # Not for ever: an other may be waiting for this one to leave.
+    end = time.monotonic() + 2
+    while rank == 0 and time.monotonic() < end and not port.with_suffix(".said").exists():
+        time.sleep(0.01)
 
 
 def join(rank: int, size: int, port: Path) -> None:
