@@ -8,7 +8,7 @@ import programs
 import pytest
 from counted import Tally
 
-SCRIPTS, SCRIPTS_NIGHTLY = 300, 1_200
+SCRIPTS, SCRIPTS_NIGHTLY = 300, 600
 EACH, EACH_NIGHTLY = 10, 30
 EVERY_TICK = 20
 SEEDS = [

@@ -600,9 +600,8 @@ def _no_longer_than(seconds: float, started: subprocess.Popen[str]) -> Iterator[
 
 @pytest.mark.proves("in good order")
 @pytest.mark.heavy
-@pytest.mark.sampled(12)
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
-@pytest.mark.parametrize("when", ["start", "mid"])
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize(("name", "when"), [("SIGTERM", "start"), ("SIGINT", "mid")])
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
 def test_a_signal_to_the_group_saves_with_every_start_method(
     tmp_path: Path, method: str, when: str, name: str
