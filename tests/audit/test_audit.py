@@ -162,6 +162,32 @@ def test_a_script_that_ends_earlier_in_one_training_does_not_repeat_itself(short
     assert finding.at.step in (8, 9)
 
 
+def test_trainings_alike_by_chance_are_not_taken_for_unknown_numbers() -> None:
+    def differs(record: Record, start: Start) -> Record:
+        is_other = start.trial > 2 and record.at.step > 1
+        return faked.other(record, "model", weight=faked.tensor(start.trial)) if is_other else record
+
+    (finding,) = of(differs).findings
+
+    assert (finding.kind, finding.what) == ("repeat", "model weight")
+
+
+def test_a_script_that_saves_twice_at_a_step_gives_no_alarm() -> None:
+    places = [at for at in faked.steps(16) for _ in range(1 + (at.step % 4 == 0))]
+
+    class Twice(Script):
+        def _records(self, done: Sequence[Record], plan: Mapping[str, Any]) -> Iterator[Record]:
+            met = set()
+            for record in super()._records(done, plan):
+                is_second = record.at in met and record.why == "boundary"
+                met.add(record.at)
+                yield faked.other(record, "position", **{"metrics.acc": 1.0}) if is_second else record
+
+    found = audit.audit(COMMAND, start=Twice(places))
+
+    assert found.is_exact, verdicts.headline(found)
+
+
 def test_what_is_only_shown_and_differs_each_time_is_a_note() -> None:
     def times(record: Record, start: Start) -> Record:
         seconds = {"seconds": start.trial + start.resumes / 10}

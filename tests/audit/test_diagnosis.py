@@ -246,3 +246,14 @@ def test_how_far_a_tensor_is_from_the_other_is_reported(
 
     assert unlike
     assert diagnosis.how_far(one, other, unlike.first, 0) == expected
+
+
+def test_a_tensor_of_another_dtype_or_shape_is_reported_as_such(tmp_path: Path) -> None:
+    one, other = sampled(tmp_path, "one", 1, 2, 3), sampled(tmp_path, "other", 1, 2, 3)
+    weight = {**other.ranks[0][4].parts["model"]["weight"], "dtype": "bfloat16"}  # type: ignore[call-overload,index]
+    other.ranks[0][4] = faked.other(other.ranks[0][4], "model", weight=weight)
+
+    unlike = diagnosis.first_unlike(one, other)
+
+    assert unlike
+    assert diagnosis.how_far(one, other, unlike.differences[0], 0) == "has another dtype or shape"

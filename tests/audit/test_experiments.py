@@ -91,6 +91,17 @@ def test_a_cause_that_is_unknown_is_said_to_be_unknown() -> None:
     assert "nothing that was tried makes it repeat itself" in finding.text
 
 
+def test_a_generator_of_torch_that_is_seeded_by_the_system_is_named() -> None:
+    def seeded(record: Record, start: Start) -> Record:
+        found = faked.other(record, "random", torch=start.trial + 1000)
+        return faked.other(found, "model", weight=faked.tensor(-start.trial))
+
+    finding = why(Script(faked.boundaries(4, 4), seeded))
+
+    assert finding.cause == "torch"
+    assert "torch's generator is not seeded" in finding.text
+
+
 def test_a_generator_that_stands_elsewhere_and_is_no_cause_is_not_named() -> None:
     def changed(record: Record, start: Start) -> Record:
         record = faked.other(record, "random", **{"numpy.state.key": start.trial})
@@ -99,6 +110,28 @@ def test_a_generator_that_stands_elsewhere_and_is_no_cause_is_not_named() -> Non
         return faked.other(record, "model", weight=faked.tensor(-start.trial - 1))
 
     assert why(Script(faked.boundaries(4, 4), changed)).cause == "hash"
+
+
+PUT = "put_ (train.py:9)"
+
+
+class Inspected(Unsteady):
+    """One with an operation of which torch has no deterministic implementation."""
+
+    def _changed(self, record: Record, start: Start) -> Record | None:
+        found = super()._changed(record, start)
+        if found and start.plan.get("inspects") and record.why == "start":
+            return replace(found, more={**found.more, "operations": [PUT]})
+        return found
+
+
+def test_an_operation_that_cannot_be_ruled_out_is_named_as_possible() -> None:
+    finding = why(Inspected(["something else"], refused_at=1))
+
+    assert finding.cause == "unknown"
+    assert "(it may be an operation: put_; with deterministic ones the script fails)" in finding.text
+    assert finding.names == [PUT]
+    assert "deterministic=True" not in finding.fix
 
 
 def test_torch_names_its_operations_that_are_not_deterministic(

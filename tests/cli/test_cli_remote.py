@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
-from collections.abc import Iterator
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from grouped import grouped
 from places import CLI_PAGE
 from servers import S3, Place
 
-from resumable import RunState
+from resumable import RemoteError, RunState
 from resumable.cli.app import main
 from resumable.files.lock import Lock
 from resumable.remote.run_copy import Remote
@@ -343,6 +345,42 @@ def test_pull_refuses_a_number_that_is_here_under_another_name(
     assert "another checkpoint 3" in capsys.readouterr().err
 
 
+def forge(folder: Path, number: int, change: Callable[[dict[str, Any]], None]) -> None:
+    """Write another manifest, sealed as ours are."""
+    [path] = folder.glob(f"checkpoints/{number:06}-*/manifest.json")
+    body = manifest.unseal(path.read_bytes())
+    change(body)
+    path.write_bytes(manifest.seal(body))
+
+
+@pytest.mark.parametrize("name", ["../../evil.json", "ranks/../../evil.json"])
+def test_a_manifest_that_names_files_elsewhere_is_refused(
+    run: Path, there: Path, fresh: Path, capsys: Captured, name: str
+) -> None:
+    main(["push", str(run), f"file://{there}", "--which", "3"])
+    forge(there, 3, lambda body: body["files"].update({name: body["files"].pop("state.json")}))
+
+    assert main(["pull", str(fresh), f"file://{there}"]) == 4
+
+    assert "cannot be the name of a file in a checkpoint" in capsys.readouterr().err
+    assert checkpoints(fresh) == {}
+    assert not [*fresh.parent.parent.rglob("evil.json")]
+
+
+def test_a_manifest_of_another_run_is_refused_by_name(
+    run: Path, there: Path, fresh: Path, capsys: Captured
+) -> None:
+    main(["push", str(run), f"file://{there}", "--which", "all"])
+    forge(there, 3, lambda body: body.update(run_id="0123456789abcdef"))
+    capsys.readouterr()
+
+    assert main(["pull", str(fresh), f"file://{there}"]) == 0
+
+    printed = capsys.readouterr()
+    assert "0123456789abcdef" in printed.err
+    assert moved(printed.out) == [("pulled ", 2)]
+
+
 def test_folders_with_other_names_are_not_checkpoints(run: Path, there: Path, capsys: Captured) -> None:
     main(["push", str(run), f"file://{there}", "--which", "3"])
     for name in ("000009-step-1", "..9", "000009-step-00000009 (copy)"):
@@ -626,6 +664,21 @@ def test_what_the_training_prunes_meanwhile_is_left_out(run: Path, there: Path, 
     assert (done.code, done.err) == (0, "")
     assert moved(done.out) == [("pushed ", 2), ("pushed ", 1)]
     assert [*Remote(Store(f"file://{there}")).numbers()] == [1, 2]
+
+
+def test_an_interrupt_gives_up_what_is_on_its_way() -> None:
+    store = Store("memory://interrupted")
+
+    def job() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        while True:
+            store.read("run.json", 1)
+
+    with pytest.raises(KeyboardInterrupt):
+        store.interruptible(job)
+
+    with pytest.raises(RemoteError, match="was given up"):
+        store.read("run.json", 1)
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import random
 import weakref
@@ -23,7 +24,7 @@ from tiny_trainer import Noisy
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 
 from resumable import Unsupported
-from resumable.integrations import trainer_refusals
+from resumable.integrations import trainer_refusals, transformers
 from resumable.integrations.transformers import resume
 
 pytestmark = resumed.MARKS
@@ -218,6 +219,12 @@ def test_a_trainer_that_is_dropped_frees_its_model(tmp_path: Path) -> None:
         assert model() is None
     finally:
         gc.enable()
+
+
+def test_a_copy_of_what_trainer_loops_over_is_made(tmp_path: Path) -> None:
+    loader = tiny.make(tmp_path).get_train_dataloader()
+
+    assert len(copy.copy(transformers._Batches(loader))) == 11
 
 
 def test_resume_refuses_an_option_that_it_does_not_have(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from torch.utils.data import (
     Dataset,
     DistributedSampler,
     RandomSampler,
+    SequentialSampler,
     Subset,
     WeightedRandomSampler,
     get_worker_info,
@@ -29,7 +30,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 from resumable import ResumableWarning, Run, RunState, StateMismatch
-from resumable.loaders.workers.resharding import Deal
+from resumable.loaders.workers.resharding import Deal, base, obstacle
 
 pytestmark = [
     # What torch says of this machine, and Python of every worker that is forked while a save is on its way.
@@ -716,6 +717,20 @@ def test_a_plain_loader_on_each_rank_continues_as_it_did(tmp_path: Path) -> None
     legs = [script.leg(2, 3), script.leg(2)]
 
     assert [[*legs[0][rank][0], *legs[1][rank][0]] for rank in range(2)] == [of[0] for of in expected]
+
+
+class Unsized:
+    """Samples without a number."""
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def test_what_has_no_length_has_no_order_to_deal_out() -> None:
+    loader = DataLoader(Unsized(), sampler=SequentialSampler(Unsized()))  # type: ignore[arg-type,type-var]
+
+    assert base(loader) == "its samples have no number"
+    assert obstacle({"samples": 3}, loader) == "in the code its samples have no number"
 
 
 # What a loader tells.

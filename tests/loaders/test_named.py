@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from resumable import RunState
-from resumable.loaders.generators import search
+from resumable.loaders.generators import rng, search
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create"),
@@ -205,6 +205,18 @@ def test_a_module_of_the_script_may_have_the_name_of_one_of_pythons(
     assert search.find(cmd.draw) == {"cmd:rng": cmd.rng}
 
 
+def test_a_generator_is_made_in_a_module_only_where_code_names_it() -> None:
+    begin()
+    state = rng.read(np.random.default_rng(5))
+
+    assert not search.is_free(Data(quiet), "module_rng:LATE")
+    assert not search.is_free(Data(made_late), "module_rng:jitter")
+    assert not search.is_free(Data(made_late), "module_rng:late.own")
+    assert search.plant(Data(made_late), "module_rng:jitter", state) is None
+    assert search.plant(Data(made_late), "module_rng:LATE", state) is module_rng.LATE is not None
+    module_rng.begin()
+
+
 def test_a_checkpoint_without_what_modules_have_continues(run_dir: Path) -> None:
     begin()
     with RunState.load(run_dir, loader=DataLoader(Data(quiet))) as state:
@@ -217,6 +229,24 @@ def importing_late() -> float:
     from dice_late.inner import OWN  # type: ignore[import-not-found]
 
     return OWN.random()  # type: ignore[no-any-return]
+
+
+def test_a_module_imported_by_code_that_runs_is_imported_to_plant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "dice_late").mkdir()
+    for name in ("inner", "other"):
+        (tmp_path / "dice_late" / f"{name}.py").write_text("import random\nOWN = random.Random(0)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    root, state = {"dataset": Data(importing_late)}, rng.read(random.Random(5))
+    assert search.find(root) == {}
+
+    assert search.plant(root, "dice_late.other:OWN", state) is None
+    assert "dice_late.other" not in sys.modules
+    made = search.plant(root, "dice_late.inner:OWN", state)
+
+    assert search.find(root) == {"dice_late.inner:OWN": made}
+    del sys.modules["dice_late.inner"], sys.modules["dice_late"]
 
 
 @pytest.mark.heavy

@@ -299,6 +299,35 @@ def closed_over(own: random.Random) -> Callable[[], float]:
     return lambda: own.random()
 
 
+class Method:
+    """An object whose method is handed on alone."""
+
+    def __init__(self) -> None:
+        self.own = random.Random(0)
+
+    def transform(self, value: float) -> float:
+        return value + self.own.random()
+
+
+def test_generators_are_found_behind_functions() -> None:
+    one, two, method, flip = random.Random(1), np.random.default_rng(2), Method(), random.Random(3)
+
+    def collated(samples: list[Any], flip: random.Random = flip) -> list[Any]:
+        return samples
+
+    bound = partial(partial(sorted, key=one), two)
+    root = {"closure": closed_over(one), "method": method.transform, "bound": bound, "function": collated}
+
+    found = search.find(root)
+
+    assert found == {
+        "closure.own": one,
+        "method.__self__.own": method.own,
+        "bound.args.0": two,
+        "function.__defaults__.0": flip,
+    }
+
+
 def by_default(own: random.Random, *, by_name: bool) -> Callable[[], float]:
     def draw(given: random.Random = own) -> float:
         return given.random()

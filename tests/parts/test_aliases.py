@@ -344,6 +344,38 @@ def test_what_is_no_record_of_aliases_is_damage(run_dir: Path, aliases: Any) -> 
         RunState.load(run_dir, resume=1)
 
 
+@pytest.mark.parametrize("tree", [{"$tensor": "vars.t"}, {"$tuple": [1]}, {"$set": []}])
+def test_a_tree_that_is_one_value_is_damage(run_dir: Path, tree: Any) -> None:
+    with RunState.load(run_dir) as state:
+        state.vars["t"] = torch.ones(2)
+        state.save()
+    forge(Run(run_dir).open(1), lambda _: json.dumps(tree).encode(), "ranks/00000.json")
+
+    with pytest.raises(CheckpointDamaged):
+        RunState.load(run_dir, resume=1)
+
+
+@pytest.mark.parametrize(
+    "aliases",
+    [
+        {"same": [[["nobody", "weight"], ["vars", "t"], ["vars", "not there"]]]},
+        {"kept": [[["vars", "t"], ["vars", "not there"]], [["vars", "u"], ["vars", "u"]]]},
+        {"leaves": [["vars", "not there"], ["vars"]], "parameters": [["extra", "none"]]},
+        {"views": [[["vars", "t"], ["vars", "not there"], [0], [2], [1], [1], False]]},
+        {"same": [[["vars"], ["vars", "t"]]]},
+    ],
+)
+def test_a_record_of_what_is_not_there_changes_nothing(run_dir: Path, aliases: Any) -> None:
+    with RunState.load(run_dir) as state:
+        state.vars["t"] = torch.ones(2)
+        state.save()
+    forge(Run(run_dir).open(1), _say(lambda position: position.update(aliases=aliases)), "ranks/00000.json")
+
+    for _ in range(2):
+        with RunState.load(run_dir) as state:
+            assert state.vars["t"].tolist() == [1.0, 1.0]
+
+
 def test_a_view_beyond_the_end_of_its_base_is_refused(run_dir: Path) -> None:
     with RunState.load(run_dir) as state:
         state.vars.update(t=torch.ones(2), u=torch.ones(2))

@@ -210,6 +210,17 @@ def test_an_order_is_taken_up_at_any_time(static: bool, before: int) -> None:
         assert ddp.module.last.bias.grad.tolist() == [6.0, 6.0, 6.0]
 
 
+@pytest.mark.usefixtures("_alone")
+def test_an_order_of_this_process_alone_is_not_that_of_all() -> None:
+    ddp = DistributedDataParallel(Net())
+    for backwards, is_kept in ((1, False), (2, True)):
+        _steps(ddp, backwards)
+        reducer, order = ddp.reducer, ddp_buckets.layout(ddp)
+        assert ddp_buckets.restore(ddp, order)
+
+        assert (ddp.reducer is reducer) is is_kept
+
+
 def _in_use(ddp: Any) -> str:
     ddp.logger.set_runtime_stats_and_log()
     return str(ddp._get_ddp_logging_data().get("rebuilt_bucket_sizes"))
@@ -272,4 +283,15 @@ def test_what_was_frozen_since_has_no_place_in_an_order() -> None:
     _steps(ddp, 3)
     ddp.module.first.weight.requires_grad_(False)
 
+    assert ddp_buckets.layout(ddp) is None
+
+
+@pytest.mark.usefixtures("_alone")
+def test_no_order_is_reported_by_a_torch_that_does_not_note_it() -> None:
+    ddp = DistributedDataParallel(Net())
+    _steps(ddp, 3)
+    ddp._get_ddp_logging_data = dict
+
+    assert ddp_buckets.layout(ddp) is None
+    ddp.logger = None
     assert ddp_buckets.layout(ddp) is None

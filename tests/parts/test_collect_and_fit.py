@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import lr_scheduler
+from torch.optim import lr_scheduler, swa_utils
 
 from resumable import CannotStore, ResumableWarning, RunState, StateMismatch, UsageError
 from resumable.parts.parts import SLOTS, Parts
@@ -184,6 +184,26 @@ def test_a_scheduler_of_another_class_is_refused(run_dir: Path) -> None:
         "scheduler: SequentialLR(ConstantLR, StepLR) in the checkpoint, "
         "SequentialLR(ConstantLR, ExponentialLR) in the code"
     ) in _message(run_dir, model=model, optimizer=optimizer, scheduler=scheduler)
+
+
+def test_a_scheduler_may_keep_functions_of_torchs(run_dir: Path) -> None:
+    class Annealing(lr_scheduler.ExponentialLR):
+        """What SWALR was like in older versions."""
+
+        def __init__(self, optimizer: Any) -> None:
+            self.anneal = swa_utils.SWALR._cosine_anneal
+            super().__init__(optimizer, 0.5)
+
+    for _ in range(3):
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        scheduler = lr_scheduler.ChainedScheduler([Annealing(optimizer)])
+        with RunState.load(run_dir, model=model, optimizer=optimizer, scheduler=scheduler) as state:
+            _train(model, optimizer, 1)
+            scheduler.step()
+            state.save()
+
+    assert scheduler.get_last_lr() == [0.5 * 0.5**3]
 
 
 def test_a_setting_of_many_numbers_comes_back_without_being_compared(run_dir: Path) -> None:
@@ -509,6 +529,25 @@ def test_what_cannot_be_stored_is_named_by_its_path(run_dir: Path) -> None:
         state.save()
 
     assert not list((run_dir / "checkpoints").glob("*"))
+
+
+def test_a_setting_that_cannot_be_stored_is_named_at_the_first_save(run_dir: Path) -> None:
+    class Schedule:
+        """A schedule that holds a function."""
+
+        def __init__(self) -> None:
+            self.inner = lambda step: 1.0
+
+        def __call__(self, step: int) -> float:
+            return self.inner(step)
+
+    model = Net()
+    optimizer = _adam(model)
+    scheduler = lr_scheduler.LambdaLR(optimizer, Schedule())
+    state = RunState.load(run_dir, model=model, optimizer=optimizer, scheduler=scheduler)
+
+    with pytest.raises(CannotStore, match=r"scheduler\.lr_lambdas\.0\.inner is a function"):
+        state.save()
 
 
 def test_a_part_that_does_not_exist_cannot_be_put_back(run_dir: Path) -> None:

@@ -7,6 +7,7 @@ import functools
 import itertools
 import json
 import random
+import shutil
 import struct
 import sys
 import tracemalloc
@@ -1072,6 +1073,34 @@ def test_a_header_that_changes_before_the_file_is_verified_is_noticed(
     monkeypatch.setattr(file_reader, "read_start", swapped)
 
     with pytest.raises(CheckpointDamaged, match="has changed while it was read"):
+        RunState.load(run_dir, **live.parts, resume=2)
+
+    assert live.look() == before
+
+
+@pytest.mark.filterwarnings("ignore:.*is damaged")
+@pytest.mark.parametrize("device", ["nn:0", "cuda:0:1", "cuda:300", "", 5], ids=str)
+def test_a_device_that_is_none_is_refused(run_dir: Path, saved: list[Any], device: Any) -> None:
+    found = folder(run_dir, 2)
+    tree = json.loads((found / "state.json").read_bytes())
+    tree["model"]["model"]["first.weight"] = {"$tensor": ["first.weight", {"device": device}]}
+    forge(found, state_dot_json=json.dumps(tree).encode())
+    live = Training(1)
+    RunState.load(run_dir, **live.parts).close()
+
+    assert live.look() == saved[0]
+
+
+def test_a_tensor_that_two_files_have_is_refused(run_dir: Path, saved: list[Any]) -> None:
+    found = folder(run_dir, 2)
+    shutil.copy(found / "model.safetensors", found / "again")
+    content = (found / "again").read_bytes()
+    (found / "again").unlink()
+    forge(found, **{"model-frozen_dot_safetensors": content})
+    live = Training(1)
+    before = live.look()
+
+    with pytest.raises(CheckpointDamaged, match="is in two files"):
         RunState.load(run_dir, **live.parts, resume=2)
 
     assert live.look() == before

@@ -274,6 +274,19 @@ def test_a_buffer_that_is_new_in_the_code_stays(run_dir: Path) -> None:
         assert torch.equal(model[0].mask, torch.ones(2))  # type: ignore[arg-type]
 
 
+def test_a_buffer_of_a_module_that_is_gone_is_left_out(run_dir: Path) -> None:
+    model = nn.Sequential(nn.Linear(1, 1), nn.Identity())
+    model[1].register_buffer("cache", torch.ones(1), persistent=False)
+    model[0].register_buffer("none", None, persistent=False)
+    _save(run_dir, model=model)
+    for _ in range(2):
+        model = nn.Sequential(nn.Linear(1, 1))
+        model[0].register_buffer("none", None, persistent=False)
+        RunState.load(run_dir, model=model).close()
+
+        assert not list(model.buffers())
+
+
 class Counting(nn.Module):
     """A module with a state beside its tensors."""
 
@@ -296,6 +309,24 @@ def test_the_extra_state_of_modules_comes_back(run_dir: Path) -> None:
     assert seen["batches"] == 5
     assert torch.equal(seen["last"], torch.tensor([5.0, 5.0]))
     assert "0._extra_state" not in load_file(run_dir / "newest" / "model.safetensors")
+
+
+def test_extra_state_that_is_a_tensor_may_grow(run_dir: Path) -> None:
+    class Growing(nn.Module):
+        seen = torch.zeros(0)
+
+        def get_extra_state(self) -> Tensor:
+            return self.seen
+
+        def set_extra_state(self, state: Tensor) -> None:
+            self.seen = state
+
+    for resume in range(3):
+        model = Growing()
+        with RunState.load(run_dir, model=model) as state:
+            assert model.seen.tolist() == [*range(resume)]
+            model.seen = torch.arange(resume + 1.0)
+            state.save()
 
 
 @pytest.mark.parametrize("then", [True, False])

@@ -244,6 +244,20 @@ def test_a_mean_that_is_not_there_is_a_key_error_with_the_names() -> None:
         found["accuracy"]
 
 
+def test_a_mean_begun_in_inference_mode_continues_outside_of_it() -> None:
+    mean = means._Mean()
+    with torch.inference_mode():
+        found = Means()
+        found._sums["loss"] = mean
+        with torch.inference_mode(False):
+            mean.add(torch.tensor(1.0), 1.0)
+        found.add({"loss": 2.0})
+
+    mean.add(torch.tensor(3.0), torch.tensor(1.0))
+
+    assert found["loss"] == 2.0
+
+
 def test_a_pair_of_float32_is_as_exact_as_twice_the_bits() -> None:
     pair, terms = torch.zeros(2), torch.rand(20_000, generator=torch.Generator().manual_seed(0))
 

@@ -257,6 +257,18 @@ def test_what_processes_that_have_ended_said_is_not_taken_for_an_answer(
     assert after.each(lambda one: one.agree("a count", lambda: one.rank)) == [[0, 1]] * 2
 
 
+def test_bytes_go_in_pieces(crowd: Crowd, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "_PIECE", 10)
+    content = bytes(range(33))
+
+    keys = crowd.ranks[0].post_bytes("content", content)
+
+    assert crowd.ranks[1].bytes_of("content") == content
+    assert len(keys) == 5
+    crowd.ranks[0].forget(keys)
+    assert not crowd.ranks[1].is_there("content")
+
+
 def test_ranks_are_grouped_by_what_they_see(crowd: Crowd, tmp_path: Path) -> None:
     folders = [tmp_path / "a", tmp_path / "b", tmp_path / "a"]
 

@@ -85,6 +85,10 @@ def test_a_refused_way_is_not_used_again_but_for_another_size(tmp_path: Path) ->
     assert saves.save(size=100 * SIZE) == "direct"
 
 
+def test_a_folder_that_is_gone_is_a_disk_of_its_own(tmp_path: Path) -> None:
+    assert Saves(tmp_path / "gone", **EQUAL).save() == "direct"
+
+
 GOOD = {"way": "uncached", "disk": "sda", "size": SIZE, "seconds": 0.5}
 
 

@@ -26,6 +26,17 @@ def _submit(writer: Writer, job: object, number: int = 1) -> PendingSave:
     return writer.submit(number, Path(f"{number:06}"), job)  # type: ignore[arg-type]
 
 
+def test_a_save_knows_its_number_its_place_and_whether_it_has_ended() -> None:
+    go = threading.Event()
+    saved = _submit(Writer(), go.wait, 41)
+
+    assert (saved.number, saved.path) == (41, Path("000041"))
+    assert repr(saved) == "<save 41: on its way>"
+    go.set()
+    saved.wait()
+    assert repr(saved) == "<save 41: ended>"
+
+
 def test_a_second_save_begins_only_when_the_first_has_ended() -> None:
     writer, second_began, overlapped = Writer(), threading.Event(), []
 

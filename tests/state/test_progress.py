@@ -198,6 +198,21 @@ def test_a_save_on_its_way_is_shown_until_it_has_ended(plug_in: Callable[[], Pty
     assert found == [["saving 42"], ["saved 42"], ["saved 42"]]
 
 
+def test_a_push_on_its_way_is_shown_beside_the_loops(plug_in: Callable[[], Pty], bars: Progress) -> None:
+    terminal = plug_in(columns=140)  # type: ignore[call-arg]
+    with bars.loop("steps", 9, 0):
+        with bars.moving("pushing checkpoint 42", 200) as moved:
+            moved(50)
+            bars.count("steps", 1)
+            pushing = terminal.rows
+        bars.pushed(42)
+        bars.count("steps", 2)
+        pushed = terminal.rows
+
+    assert ["  pushing checkpoint 42 25%" in row for row in pushing] == [True]
+    assert "  pushed 42" in pushed[0]
+
+
 def test_a_shown_tensor_is_read_when_it_is_drawn_and_keeps_no_graph(
     plug_in: Callable[[], Pty], bars: Progress
 ) -> None:

@@ -10,11 +10,35 @@ import pytest
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from resumable import RunState
+from resumable import RunState, UsageError, load_weights
 
 
 def _files(error: BaseException) -> list[str]:
     return [Path(line.filename).name for line in traceback.extract_tb(error.__traceback__)]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda path: RunState.load(path, keep=0),
+        lambda path: [*RunState.load(path).epochs(-1)],
+        lambda path: RunState.load(path).mean(),
+        lambda path: load_weights(path, path),
+    ],
+)
+def test_an_error_has_one_line_of_the_library(
+    tmp_path: Path, call: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UsageError) as short:
+        call(tmp_path / "exp")
+    monkeypatch.setenv("RESUMABLE_FULL_TRACEBACK", "1")
+    with pytest.raises(UsageError) as full:
+        call(tmp_path / "other")
+
+    assert len(_files(short.value)) - _files(short.value).count("test_tracebacks.py") == 1
+    line = traceback.extract_tb(short.value.__traceback__)[-1].line
+    assert line == "raise error  # RESUMABLE_FULL_TRACEBACK=1 shows where"
+    assert len(_files(full.value)) > len(_files(short.value))
 
 
 def test_a_type_error_inside_a_call_stays_what_it_is(tmp_path: Path) -> None:

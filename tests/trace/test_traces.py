@@ -334,6 +334,16 @@ def test_the_rank_that_parts_first_is_named(tmp_path: Path, capsys: pytest.Captu
     )
 
 
+@pytest.mark.parametrize("option", ["--all", "--depth=1"])
+def test_what_is_for_checkpoints_is_refused(
+    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path / "a.jsonl", *TEN)
+
+    assert main(["diff", "--trace", option, path, path]) == 2
+    assert "--all and --depth are for checkpoints" in capsys.readouterr().err
+
+
 def test_two_that_have_no_boundary_in_common_are_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

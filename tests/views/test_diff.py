@@ -247,3 +247,33 @@ def test_a_long_array_is_compared_to_its_end(pair: Pair, capsys: pytest.CaptureF
 
     [row] = told((second, str(again)), capsys)["tensors"]
     assert (row["name"], row["changed"], row["largest"]) == ("extra.more.words", 1, None)
+
+
+def test_random_states_and_the_place_take_a_line_each(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(4, 2)), 2, shuffle=True)
+    with RunState.load(run_dir, loader=loader, keep=None) as state:
+        for _ in state.epochs(2):
+            for _ in state.batches():
+                if state.batch == 1:
+                    state.save()
+    pages = []
+    for words in ([], ["--all"]):
+        assert main(["diff", f"{run_dir}@1", f"{run_dir}@2", *words]) == 1
+        pages.append(capsys.readouterr().out)
+
+    assert "\nrandom states differ\n" in pages[0]
+    assert "\nthe place in the data differs: epoch 0 -> 1, batch 1 (--all has the details)\n" in pages[0]
+    assert not re.search("tensors of (random|loader|position)|fingerprint", pages[0])
+    assert "tensors of random" in pages[1]
+    assert re.search(r"position\.epoch +0 +-> 1", pages[1])
+
+
+@pytest.mark.parametrize(("lr", "shown"), [(1 / 3, "0.333333\n"), (0.1 + 1e-12, "0.100000000001")])
+def test_numbers_have_six_digits_unless_they_would_look_equal(
+    pair: Pair, capsys: pytest.CaptureFixture[str], lr: float, shown: str
+) -> None:
+    main(["diff", *pair(lr=lr)])
+
+    assert re.search(rf"optimizer\.groups\.0\.lr +0\.1 +-> {shown}", capsys.readouterr().out)
