@@ -90,6 +90,10 @@ def test_a_stop_behind_the_end_of_a_short_training_is_reported() -> None:
     assert found.notes == ["--at 9: not stopped there, since the training has ended after 5"]
 
 
+def test_one_epoch_is_stopped_in_its_middle_and_at_its_last_batch() -> None:
+    assert stops(Script(faked.boundaries(1, 5))) == [("batch", 2), ("batch", 5)]
+
+
 @pytest.mark.parametrize("options", [{}, {"at": [9]}])
 def test_a_training_that_was_not_stopped_does_not_pass_for_exact(options: dict[str, list[int]]) -> None:
     found = audit.audit(COMMAND, start=Script(faked.steps(1)), **options)  # type: ignore[arg-type]

@@ -99,6 +99,27 @@ def test_a_fork_ends_as_a_process_of_its_own_does(here: Path, text: str, ended: 
         assert said(forks, command, here / "log") == (ended[0], ended[1].format(here / "ends.py"))
 
 
+IMPORTED = "import sys; print('torch' in sys.modules, sys.flags.hash_randomization)"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        [sys.executable, "-c", IMPORTED],
+        [sys.executable, "-W", "error", "imported.py"],
+        ["env", sys.executable, "imported.py"],
+    ],
+)
+def test_other_commands_are_started_by_themselves_and_it_says_so(here: Path, command: list[str]) -> None:
+    (here / "imported.py").write_text(IMPORTED)
+    told: list[str] = []
+
+    with opened(command, here, told) as forks:
+        assert [said(forks, command, here / "log")[1] for _ in "ab"] == ["False 1\n"] * 2
+
+    assert told == ["(each start imports torch again) "]
+
+
 SEEDED = """
 import torch
 import resumable

@@ -28,7 +28,8 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from resumable import ResumableError, ResumableWarning, RunState, StateMismatch, UsageError
+from resumable import CannotStore, ResumableError, ResumableWarning, RunState, StateMismatch, UsageError
+from resumable.loaders.workers import states
 
 pytestmark = [
     # What torch says of this machine.
@@ -403,6 +404,8 @@ KINDS: dict[str, Callable[..., DataLoader[Any]]] = {
     "stateful stream-2p": lambda **how: on(StatefulStream(), **how),
     "stateful iterators-3": lambda **how: on(StatefulIterators(), **how),
     "even stream-1": lambda **how: on(StatefulStream(length=20), **how),
+    "short batches left out-2": lambda **how: on(Buffered(), drop_last=True, **how),
+    "single samples-2": lambda **how: on(StatefulStream(), None, **how),
     "begins there-2": lambda **how: on(BeginsThere(), **how),
     "its own-2p": lambda **how: on(ItsOwn(), **how),
     "new every epoch-2": lambda **how: on(NewEveryEpoch(), **how),
@@ -540,6 +543,31 @@ def test_another_number_of_workers_is_a_mismatch_for_a_stream_in_mid_epoch(
     assert seen + two.leg(run_dir, 2) == two.uninterrupted()
 
 
+class Late:
+    """A generator that the first sample makes."""
+
+    rng: Any = None
+
+    def __call__(self) -> list[float]:
+        self.rng = self.rng or random.Random(1)
+        return [self.rng.random()]
+
+
+def test_a_generator_that_a_worker_does_not_find_is_named(run_dir: Path) -> None:
+    Training(lambda: {"loader": on(Images(Late()), num_workers=1)}, train).leg(run_dir, 0, (0, 2))
+    without = Training(lambda: {"loader": on(Images(), num_workers=1)}, train)
+
+    with pytest.raises(ResumableWarning, match=r"the generators dataset\.augment\.rng were there when"):
+        without.leg(run_dir)
+
+
+def test_a_state_of_a_worker_that_cannot_be_stored_fails_only_at_a_save() -> None:
+    at = states.Standing().after([(0, 1, False, {}, None, {"dataset": states.freeze({"fn": print})}, [])])
+
+    with pytest.raises(CannotStore, match="fn is a function"):
+        at.collect()
+
+
 def test_a_stream_that_is_shorter_than_it_was_is_a_mismatch(run_dir: Path) -> None:
     long, short = (
         Training(lambda n=n: {"loader": on(Stream(length=n), num_workers=2)}, train) for n in (30, 9)
@@ -595,6 +623,18 @@ def test_a_batch_size_that_is_allowed_to_change_continues_at_the_same_sample(
     assert [len(batch) for key, (batch, _) in seen if key[0] == 0] == [4, 4, 4, 6, 6, 5, 1, 0]
     expected = four.uninterrupted()
     assert [order(seen, e) for e in range(EPOCHS)] == [order(expected, e) for e in range(EPOCHS)]
+
+
+def test_batches_may_become_single_samples_in_mid_epoch(run_dir: Path) -> None:
+    four, single = (Training(lambda n=n: {"loader": on(Images(), n)}, train) for n in (BATCH, None))
+    seen = four.leg(run_dir, 0, 2)
+    with pytest.warns(ResumableWarning, match="loader.batch_size +4 +-> None"):
+        left = single.leg(run_dir, 1, allow=["loader.*"])
+
+    assert order(seen, 0) == [*range(2 * BATCH)]
+    assert [int(batch[0]) for key, (batch, _) in left if batch and key[0] == 0] == [
+        *range(2 * BATCH, SAMPLES)
+    ]
 
 
 @pytest.mark.quick(3)
@@ -801,6 +841,13 @@ class Failing(Images):
         return sample
 
 
+class FailingTogether(Failing):
+    """The same, whose samples are loaded by the batch."""
+
+    def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
+        return [self[index] for index in indices]
+
+
 def swallowing(state: Any, loaders: Loaders, log: Log) -> None:
     for epoch in state.epochs(EPOCHS):
         batches = iter(state.batches())
@@ -812,19 +859,26 @@ def swallowing(state: Any, loaders: Loaders, log: Log) -> None:
             except StopIteration:
                 break
             else:
-                log((epoch, int(batch[0, 0])), [state.batch, batch])
+                log((epoch, int(batch.flatten()[0])), [state.batch, batch])
         log((epoch, "end"), [])
 
 
 @pytest.mark.parametrize(
-    ("workers", "persists"),
-    [(0, False), pytest.param(2, False, marks=pytest.mark.heavy), HEAVY_PERSISTENT],
+    ("kind", "size", "workers"),
+    [
+        (Failing, BATCH, "0"),
+        *(pytest.param(Failing, BATCH, workers, marks=pytest.mark.heavy) for workers in ("2", "2p")),
+        *(
+            pytest.param(*one, "2", marks=pytest.mark.heavy)
+            for one in [(FailingTogether, BATCH), (Failing, None)]
+        ),
+    ],
 )
 def test_a_loop_that_swallows_a_workers_errors_continues_as_a_plain_one(
-    run_dir: Path, workers: int, persists: bool
+    run_dir: Path, kind: type[Images], size: int | None, workers: str
 ) -> None:
-    how = {"num_workers": workers, "persistent_workers": persists}
-    training = Training(lambda: {"loader": on(Failing(), **how)}, swallowing)
+    how = {"num_workers": int(workers[0]), "persistent_workers": workers.endswith("p")}
+    training = Training(lambda: {"loader": on(kind(), size, **how)}, swallowing)
 
     seen = training.chain(run_dir, [(0, 4), (0, 12), (0, 24), (1, 0), (1, 16), (1, 28), (2, 12)])
 

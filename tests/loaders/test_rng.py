@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from resumable import CannotStore, RunState, StateMismatch
-from resumable.loaders.generators import rng, search
+from resumable.loaders.generators import rng, search, worker_rng
 
 
 def _draw() -> list[float]:
@@ -503,3 +503,20 @@ def test_a_generator_made_by_another_loaders_state_is_in_the_checkpoint(tmp_path
         loaders = {"first": DataLoader(Making(again)), "then": DataLoader(Drawn(again))}
         with RunState.load(tmp_path, loader=loaders, progress=False):
             assert again.own.getstate() == stood_at
+
+
+def test_a_numpy_generator_of_another_kind_for_a_while_is_told_as_it_is() -> None:
+    before: Any = np.random.get_bit_generator()  # type: ignore[attr-defined]
+    watch = worker_rng.Watch({})
+    states = watch.states()
+    try:
+        for bits in (np.random.PCG64(1), np.random.MT19937(2), np.random.PCG64(3), np.random.MT19937(4)):
+            np.random.set_bit_generator(bits)  # type: ignore[attr-defined]
+            np.random.randn()
+            states = worker_rng.merged(states, watch.changes())
+            expected = [np.random.randn(), np.random.rand()]
+            worker_rng.restore(states, None)
+
+            assert [np.random.randn(), np.random.rand()] == expected
+    finally:
+        np.random.set_bit_generator(before)  # type: ignore[attr-defined]

@@ -510,3 +510,14 @@ def test_the_pointers_say_which_is_the_newest_and_which_the_best(remote: Remote)
     for word, number, name in (("newest", 2, "000002-step-00000020"), ("best", 1, "000001-step-00000010")):
         text = remote.store.read(f"{word}.json", 1000)
         assert manifest.unseal(text or b"") == {"checkpoint": f"checkpoints/{name}", "number": number}
+
+
+def test_a_pointer_is_written_only_when_it_has_changed(
+    remote: Remote, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = list[str]()
+    monkeypatch.setattr(remote.store, "write", lambda path, text: written.append(path))
+    for number in (1, 1, 2, 2, 1):
+        remote.point("newest", checkpoint.name(number, 10))
+
+    assert written == ["newest.json"] * 3

@@ -254,6 +254,7 @@ def test_what_others_wrote_into_it_stays_and_is_not_taken_for_ours(trained: Run)
     ("then", "now", "how"),
     [
         ({}, {}, "killed or crashed (no exit recorded)"),
+        ({"boot": None}, {}, "killed or crashed (no exit recorded)"),
         (
             {},
             {"boot": "b2"},

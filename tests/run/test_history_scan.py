@@ -113,6 +113,28 @@ def test_damaged_bytes_are_found_as_by_parsing(lines: list[Line], seed: int) -> 
     assert 0 < len(scan(b"\n".join(data)).parents) < COUNT
 
 
+@pytest.mark.quick(3)
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        *((b'"epoch": 1', b'"epoch": 01'), (b'"size": 0', b'"size": 1e999'), (b'"size": 0', b'"size": NaN')),
+        *((b'"durable": 2.5', b'"durable": -2.5'), (b'"durable": 2.5', b'"durable": 1e300')),
+        (b'"number": 9,', b'"number": 9, "number": 8,'),
+        (b'"number": 9,', b'"number": 9000000000000000000000,'),
+        (b'"event": "save", "attempt": 1, "number": 9,', b'"event": "s\\u0061ve", "n\\u0075mber": 9,'),
+        *((b"every 1 %", b"every \x01 %"), (b"every 1 %", b"every \xed\xa0\x80 %")),
+    ],
+)
+def test_a_hostile_line_is_taken_as_by_parsing(lines: list[Line], old: bytes, new: bytes) -> None:
+    texts = joined(lines).split(b"\n")
+    at = next(at for at, text in enumerate(texts) if b'"number": 9,' in text)
+    texts[-2], texts[at] = texts[at], texts[-2]
+    texts[-2] = texts[-2].replace(old, new)
+    assert new in texts[-2]
+
+    assert same(b"\n".join(texts))
+
+
 def test_a_long_history_tells_what_to_skip_and_what_was_allowed(run: Run, lines: list[Line]) -> None:
     lines.append({"event": "skip", "attempt": 1, "number": 12, "problem": "again"})
     (run.path / history.NAME).write_bytes(joined(lines))

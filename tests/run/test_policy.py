@@ -292,6 +292,12 @@ HOURS = 3600.0
             95.247,
             f"{COSTS}: every 95 s loses the least with a failure every 6 h",
         ),
+        (
+            Every(mtbf=6 * HOURS),
+            COST,
+            95.247,
+            f"{COSTS}: every 95 s loses the least with a failure every 6 h",
+        ),
         (Every(budget=0.001, mtbf=6 * HOURS), COST, 210, f"{COSTS}: every 3.5 min is 0.1 %"),
         (Every(mtbf=HOURS), None, 60, "no save has been measured yet: the first one comes after 1 min"),
     ],
