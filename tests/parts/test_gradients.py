@@ -169,16 +169,6 @@ def test_zero_grad_before_the_loop_keeps_the_gradients_of_a_resumed_window(run_d
     assert differences(run_dir, lambda: make(loader=loop is zero_before_batches), loop) == []
 
 
-def test_kept_gradients_that_no_checkpoint_lacks_are_not_warned_of(run_dir: Path) -> None:
-    objects = make()
-    with RunState.load(run_dir, **objects) as state, warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for _ in state.steps(3):
-            backward(objects, torch.ones(1, 2))
-            objects["optimizer"].step()
-            state.check()
-
-
 def save_in_first_body(run_dir: Path) -> None:
     objects = make()
     with RunState.load(run_dir, **objects) as state:
