@@ -13,20 +13,12 @@ from typing import Any
 
 import chosen
 import counted
-import numpy as np
 import pytest
-import torch
 from counted import tally, times  # noqa: F401 (pytest finds fixtures here)
-from forks import forks  # noqa: F401 (pytest finds fixtures here)
+from forks import WARM, forks  # noqa: F401 (pytest finds fixtures here)
 from servers import place, proxied_s3, s3, sftp  # noqa: F401 (pytest finds fixtures here)
 from turns import switching  # noqa: F401 (pytest finds fixtures here)
 
-from resumable.saving import saver
-
-torch.set_num_threads(1)
-# On a busy machine the disk may be slow at any time, and a warning of it is no test's business. A process
-# that a test starts has the warning, unless it ignores it.
-saver.A_LONG_WAIT = math.inf
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell that starts the tests in the background lets them ignore it
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -34,6 +26,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
+    import numpy as np
+    import torch
+
     random.seed(0)
     np.random.seed(0)
     # torch.manual_seed formats the stack for each kind of device that is not in use: milliseconds a test.
@@ -77,6 +72,27 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     chosen.begin(config)
     config.option.times = config.option.times or (3 if config.option.nightly else 1)
+    # What only hands out the tests to others need not import torch.
+    if not config.getoption("numprocesses", 0):
+        _prepare()
+    if address := getattr(config, "workerinput", {}).get("forks"):
+        WARM.join(address)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    node.workerinput["forks"] = WARM.share()
+
+
+def _prepare() -> None:
+    import torch
+
+    from resumable.saving import saver
+
+    torch.set_num_threads(1)
+    # On a busy machine the disk may be slow at any time, and a warning of it is no test's business. A process
+    # that a test starts has the warning, unless it ignores it.
+    saver.A_LONG_WAIT = math.inf
 
 
 @pytest.hookimpl(tryfirst=True)  # -m leaves out what is nightly right after
@@ -89,8 +105,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("cuda") and not torch.cuda.is_available():
-        pytest.skip("needs a GPU")
+    if item.get_closest_marker("cuda"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a GPU")
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

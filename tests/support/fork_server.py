@@ -1,4 +1,4 @@
-"""The interpreter that `forks.py` forks processes from: fork_server.py SOCKET MODULES."""
+"""The interpreter that `forks.py` forks processes from: fork_server.py LISTENER OWNER MODULES."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import os
 import pickle
+import select
 import selectors
 import signal
 import socket
@@ -58,23 +59,34 @@ class _Served:
         self.answers.close()
 
 
-def _serve(orders: socket.socket) -> list[int]:
+def _serve(listener: socket.socket, owner: socket.socket) -> list[int]:
     """Return, in each fork, the files of its order; the server itself ends with the process that began it."""
     import warnings
 
     poll = selectors.DefaultSelector()
-    poll.register(orders, selectors.EVENT_READ)
+    clients = [listener, owner]
+    for one in clients:
+        poll.register(one, selectors.EVENT_READ)
     served: list[_Served] = []
     while True:
         late = min((one.end for one in served), default=None)
         for key, _ in poll.select(late and max(0, late - time.monotonic())):
             one = key.data
-            if one is None:
-                deadline, files, *_ = socket.recv_fds(orders, 64, 4)
+            if key.fileobj is owner:
+                for each in served:
+                    each.kill()
+                os._exit(0)
+            elif key.fileobj is listener:
+                clients.append(listener.accept()[0])
+                poll.register(clients[-1], selectors.EVENT_READ)
+            elif one is None:
+                deadline, files, *_ = socket.recv_fds(key.fileobj, 64, 4)
                 if not deadline:
-                    for one in served:
-                        one.kill()
-                    os._exit(0)
+                    # It has ended, and closed the answers of its forks: they are killed for that
+                    poll.unregister(key.fileobj)
+                    clients.remove(key.fileobj)
+                    key.fileobj.close()
+                    continue
                 answers = socket.socket(fileno=files[0])
                 with warnings.catch_warnings():
                     # Newer Pythons warn of the threads of numpy, which it prepares for a fork
@@ -82,7 +94,7 @@ def _serve(orders: socket.socket) -> list[int]:
                     pid = os.fork()
                 if pid == 0:
                     poll.close()
-                    for sock in (orders, answers, *(other.answers for other in served)):
+                    for sock in (*clients, answers, *(other.answers for other in served)):
                         sock.close()
                     for other in served:
                         os.close(other.fd)
@@ -242,11 +254,14 @@ def _called(call: bytes, path: list[str]) -> Callable[[], object]:
     return lambda: function(*arguments)
 
 
-def _main(orders: int, *modules: str) -> None:
+def _main(listener: int, owner: int, *modules: str) -> None:
     global _code
     atexit.register(_leave)
+    sockets = [socket.socket(fileno=fd) for fd in (listener, owner)]
+    # What nobody asks for a fork imports nothing
+    select.select(sockets, [], [])
     _warm(modules)
-    file, out, err = _serve(socket.socket(fileno=orders))
+    file, out, err = _serve(*sockets)
     with os.fdopen(file, "rb") as opened:
         opened.seek(0)
         order = pickle.load(opened)
@@ -288,4 +303,4 @@ def _leave() -> NoReturn:
 
 
 if __name__ == "__main__":
-    _main(int(sys.argv[1]), *sys.argv[2:])
+    _main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])

@@ -139,8 +139,20 @@ class Forks:
     def __init__(self, *modules: str) -> None:
         self._modules = modules
         self._server: subprocess.Popen[bytes] | None = None
-        self._socket: socket.socket
+        self._owner: socket.socket
+        self._address = ""
+        self._socket: socket.socket | None = None
         self._other: Forks | None = None
+
+    def share(self) -> str:
+        """Return an address where other processes `join` this one: one interpreter forks for all of them."""
+        if self._server is None:
+            self._start()
+        return self._address
+
+    def join(self, address: str) -> None:
+        """Begin processes as forks of the interpreter that another process shares, as long as that lives."""
+        self._address = address
 
     def preload(self, *modules: str) -> Forks:
         """Return what begins forks of another process, which has imported these modules too.
@@ -233,25 +245,39 @@ class Forks:
         return Child(order, self._begun(), out or tempfile.TemporaryFile(), err or tempfile.TemporaryFile())
 
     def _begun(self) -> socket.socket:
-        if self._server is None or self._server.poll() is not None:
-            self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            with theirs:
-                command = [sys.executable, str(_SERVER), str(theirs.fileno()), *self._modules]
-                how: Any = {"pass_fds": [theirs.fileno()], "stdin": subprocess.DEVNULL}
-                # Not of the group that Ctrl-C ends: the server ends when its socket is closed.
-                # Of two threads on two busy cores one waits for the other most of the time.
-                environment = {"OMP_NUM_THREADS": "1", **_ENVIRONMENT}
-                self._server = subprocess.Popen(command, **how, env=environment, start_new_session=True)
+        if self._server and self._server.poll() is not None:
+            self.close()
+        if self._socket is None:
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self._socket.connect(self._address or self.share())
         return self._socket
+
+    def _start(self) -> None:
+        self._owner, theirs = socket.socketpair()
+        with theirs, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            # In no folder: the kernel finds a name, and forgets it with the socket
+            listener.bind("")
+            listener.listen()
+            self._address = listener.getsockname().decode()
+            files = (listener.fileno(), theirs.fileno())
+            command = [sys.executable, str(_SERVER), *map(str, files), *self._modules]
+            # Of two threads on two busy cores one waits for the other most of the time.
+            environment = {"OMP_NUM_THREADS": "1", **_ENVIRONMENT}
+            # Not of the group that Ctrl-C ends: the server ends when its owner's socket is closed.
+            how: Any = {"pass_fds": files, "stdin": subprocess.DEVNULL, "start_new_session": True}
+            self._server = subprocess.Popen(command, env=environment, **how)
 
     def close(self) -> None:
         """End its processes; another call begins new ones."""
         if self._other:
             self._other.close()
-        if self._server:
+        if self._socket:
             self._socket.close()
+            self._socket = None
+        if self._server:
+            self._owner.close()
             self._server.wait()
-            self._server = None
+            self._server, self._address = None, ""
 
 
 WARM = Forks()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import weakref
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
@@ -40,11 +41,13 @@ def _start(run_dir: Path, make: Callable[[], dict[str, Any]], loop: Loop, stop: 
     names = "model", "optimizer", "loader", "extra", "preempt"
     parts = {name: objects[name] for name in names if name in objects}
     with RunState.load(run_dir, progress=False, **parts) as state:
+        # Each search for what a loop uses would otherwise go from the tick through all of the state
+        own = weakref.ref(state)
 
         def tick(*seen: Any) -> None:
             log.append((_bits(seen), _generators()))
             if len(log) == stop:
-                state.save().wait()
+                own().save().wait()
                 raise _Stop
 
         try:
