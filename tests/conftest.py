@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import chosen
+import compiled
 import counted
 import pytest
 from counted import tally, times  # noqa: F401 (pytest finds fixtures here)
@@ -72,11 +73,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     chosen.begin(config)
     config.option.times = config.option.times or (3 if config.option.nightly else 1)
+    if work := getattr(config, "workerinput", None):
+        compiled.share(config, int(work["workerid"][2:]), work["workercount"])
+        WARM.join(work["forks"])
     # What only hands out the tests to others need not import torch.
     if not config.getoption("numprocesses", 0):
         _prepare()
-    if address := getattr(config, "workerinput", {}).get("forks"):
-        WARM.join(address)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -93,6 +95,11 @@ def _prepare() -> None:
     # On a busy machine the disk may be slow at any time, and a warning of it is no test's business. A process
     # that a test starts has the warning, unless it ignores it.
     saver.A_LONG_WAIT = math.inf
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    is_quick = config.option.markexpr == chosen.QUICK and collection_path.name.startswith("test_")
+    return (is_quick and collection_path.is_file() and chosen.is_slow(collection_path)) or None
 
 
 @pytest.hookimpl(tryfirst=True)  # -m leaves out what is nightly right after

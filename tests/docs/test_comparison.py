@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -38,6 +37,8 @@ def by_safetensors(folder: Path) -> Callable[[], torch.Tensor]:
 
 
 def by_dcp(folder: Path) -> Callable[[], torch.Tensor]:
+    import torch.distributed.checkpoint as dcp
+
     dcp.save({"weight": ONES}, checkpoint_id=folder, no_dist=True)
 
     def load() -> torch.Tensor:

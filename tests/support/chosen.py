@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import zlib
 from collections import Counter
 from collections.abc import Iterator
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,6 +36,12 @@ def begin(config: pytest.Config) -> None:
         config.option.markexpr = ""
     elif config.option.markexpr == QUICK and all("integrations" in one for one in config.args):
         config.option.markexpr = "not nightly and not cuda"
+
+
+def is_slow(file: Path) -> bool:
+    """Whether a mark of a file leaves all its tests out of the quick part: it need not even be imported."""
+    marks = r"^pytestmark = \[?\s*pytest\.mark\.(heavy|nightly|cuda)\b"
+    return "integrations" in file.parts or bool(re.search(marks, file.read_text(), re.MULTILINE))
 
 
 def dice() -> random.Random:
