@@ -65,6 +65,7 @@ def why(script: Script) -> Finding:
 
 
 @pytest.mark.parametrize("cause", experiments.CAUSES)
+@pytest.mark.quick(3)
 def test_the_one_cause_without_which_it_repeats_itself_is_named(cause: str) -> None:
     finding = why(Unsteady([cause], "data"))
 

@@ -47,7 +47,7 @@ def pruned(run: Path, *words: str, code: int = 0) -> list[int]:
     return Run(run).numbers()
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(9)
 @pytest.mark.parametrize(
     ("words", "left"),
     [

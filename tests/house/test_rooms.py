@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import house
+import pytest
 from house import HOUSE, ROOT
 
 PACKAGE = ROOT / "resumable"
@@ -62,6 +63,7 @@ def test_what_the_command_line_needs_imports_no_torch() -> None:
     assert not [module for module in needed if imports(module, in_functions=False) & TENSORS]
 
 
+@pytest.mark.heavy
 def test_a_training_does_not_import_the_audit() -> None:
     code = "import sys, resumable.state; print([name for name in sys.modules if '.audit' in name])"
 

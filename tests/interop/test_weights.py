@@ -135,6 +135,7 @@ def test_names_that_would_be_the_same_without_a_prefix_stay_apart(tmp_path: Path
 
 
 @pytest.mark.parametrize("key", ["state_dict", "model", "model_state_dict"])
+@pytest.mark.quick(3)
 def test_the_weights_in_a_checkpoint_of_another_person_are_found(tmp_path: Path, key: str) -> None:
     there, fresh = net(), net()
     optimizer = torch.optim.AdamW(there.parameters())

@@ -272,7 +272,7 @@ KINDS: dict[str, Make] = {
 }
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(8)
 @pytest.mark.parametrize(
     ("kind", "workers"),
     [*((kind, 0) for kind in KINDS), ("shuffled", 2), ("own generator", 2), ("torchdata", 2)],
@@ -291,7 +291,7 @@ def test_one_rank_continues_as_two_and_as_one_again(tmp_path: Path, kind: str, w
 
 @pytest.mark.parametrize("stop", [3, (0, "end")])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.quick(3)
+@pytest.mark.quick(6)
 def test_two_ranks_continue_as_one(tmp_path: Path, kind: str, stop: Any) -> None:
     script = Script(tmp_path, KINDS[kind], batch_size=4)
     legs = [script.leg(2, stop), script.leg(1)]
@@ -331,7 +331,7 @@ def test_workers_that_persist_are_let_go_where_an_epoch_was_left_by_a_break(tmp_
 
 @pytest.mark.parametrize("persists", [False, True])
 @pytest.mark.parametrize("stop", [(0, -1), (0, "end"), (1, 0), (1, 1), (1, -1)])
-@pytest.mark.quick(4)
+@pytest.mark.quick(8)
 def test_the_number_may_change_wherever_the_run_stops(tmp_path: Path, stop: Any, persists: bool) -> None:
     script = Script(tmp_path, batch_size=4, num_workers=1, persistent_workers=persists)
     legs = [script.leg(4, stop), script.leg(3)]
@@ -629,7 +629,7 @@ CHANGES = [(name, *change) for name in REFUSED for change in ((1, 2), (2, 1))]
 ALWAYS_SO = [(name, 3, 2) for name in ("subclass", "own batches", "length", "any order")]
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick(10)
 @pytest.mark.filterwarnings("ignore:in_order=False")
 @pytest.mark.parametrize(("name", "before", "after"), CHANGES + ALWAYS_SO)
 def test_what_cannot_be_dealt_out_again_is_a_mismatch_that_says_why(

@@ -578,7 +578,7 @@ def test_a_stream_that_is_shorter_than_it_was_is_a_mismatch(run_dir: Path) -> No
         short.leg(run_dir)
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(8)
 @pytest.mark.proves("never a silent change")
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize(
@@ -719,9 +719,8 @@ def note_the_end(file: str, number: int) -> None:
     atexit.register(Path(file).touch)
 
 
-@pytest.mark.quick(2)
 @pytest.mark.skipif(sys.version_info >= (3, 13), reason="a child of multiprocessing runs what atexit has")
-@pytest.mark.parametrize("context", ["fork", "spawn"])
+@pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.heavy)])
 def test_a_worker_leaves_without_ending_its_interpreter(tmp_path: Path, context: str) -> None:
     # What a thread of its own still delivers aborts an interpreter that ends, and the training with it
     ended = tmp_path / "ended"

@@ -393,6 +393,7 @@ def in_three_starts(run_dir: Path, make: Callable[[int], Callable[[], float]]) -
 
 
 @pytest.mark.parametrize("name", PLACES)
+@pytest.mark.quick(3)
 def test_a_generator_continues_wherever_the_data_hold_it(run_dir: Path, name: str) -> None:
     own = random.Random(0)
     expected = [own.random() for _ in range(5)]
@@ -426,6 +427,7 @@ class Late:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.quick(3)
 def test_a_generator_of_any_kind_that_is_made_late_continues(run_dir: Path, kind: Any) -> None:
     draw = Late(kind, 0)
     expected = [draw() for _ in range(5)]

@@ -312,6 +312,7 @@ def test_a_save_before_the_first_batch_changes_nothing(run_dir: Path, name: str)
         *("list", "iterable", "function with a generator"),
     ],
 )
+@pytest.mark.quick(3)
 def test_a_loader_can_go_back_again_and_again(run_dir: Path, name: str) -> None:
     make = {**KINDS, **PLAIN}[name]
     expected = uninterrupted(make)
@@ -350,6 +351,7 @@ class Sticks:
 
 
 @pytest.mark.parametrize("stops", STOPS)
+@pytest.mark.quick(2)
 def test_a_loader_that_sticks_to_its_place_begins_the_next_epoch_anyway(
     run_dir: Path, stops: list[Stop]
 ) -> None:
@@ -372,6 +374,7 @@ def left_early(run_dir: Path, make: Callable[[], Any], legs: int) -> list[list[f
 
 
 @pytest.mark.parametrize("make", [Sticks, BeginsAnew, KINDS["torchdata"], KINDS["torchdata, own generator"]])
+@pytest.mark.quick(2)
 def test_an_epoch_left_early_is_followed_by_the_same_one_after_a_resume(
     tmp_path: Path, make: Callable[[], Any]
 ) -> None:
@@ -501,7 +504,7 @@ PLAIN: dict[str, Callable[[], Any]] = {
 keeps_none = pytest.mark.filterwarnings("ignore:loader keeps no position")
 
 
-@pytest.mark.quick(7)
+@pytest.mark.quick(14)
 @keeps_none
 @pytest.mark.filterwarnings("ignore:loader starts threads")
 @pytest.mark.parametrize("stops", STOPS)

@@ -602,7 +602,7 @@ CASES = [
 ]
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(8)
 @pytest.mark.parametrize(("seed", "optimizer"), CASES)
 def test_any_training_comes_back_to_the_last_bit(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch, seed: int, optimizer: str

@@ -36,6 +36,7 @@ def bits(model: nn.Module) -> list[Any]:
 
 
 @pytest.mark.parametrize("like", ["plain", "transposed", "booleans", "complex", "halves", "empty", "large"])
+@pytest.mark.quick(3)
 def test_a_tensor_unlike_the_others_changes_no_bit_of_a_resume(run_dir: Path, like: str) -> None:
     model = many(1, like)
     with RunState.load(run_dir, model=model) as state:

@@ -237,7 +237,7 @@ def _id(variant: Any) -> str:
 
 @pytest.mark.proves("exact")
 @pytest.mark.parametrize(("optimizer", "options"), VARIANTS, ids=_id)
-@pytest.mark.quick(12)
+@pytest.mark.quick(20)
 def test_two_resumes_are_exact(run_dir: Path, optimizer: str, options: Mapping[str, Any]) -> None:
     expected = _trials(optimizer, options, seed=1)
     for trial in expected.values():

@@ -187,7 +187,7 @@ def seen_by(loop: Any, found: dict[str, Any], state: Any) -> list[list[Any]]:
     return [*seen, [one.tolist() for one in found["model"].parameters()]]
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(8)
 @pytest.mark.parametrize("second", [2, 5])
 @pytest.mark.parametrize("loop", LOOPS)
 def test_passes_are_those_of_plain_loaders(run_dir: Path, loop: Any, second: int) -> None:

@@ -699,6 +699,7 @@ CHANGED = [
 
 
 @pytest.mark.parametrize(("loader", "text"), CHANGED)
+@pytest.mark.quick(2)
 def test_other_data_in_mid_epoch_does_not_fit(run_dir: Path, loader: DataLoader[Any], text: str) -> None:
     save_in_epoch(run_dir, numbers(), 1)
     save_in_epoch(run_dir, numbers(), 2)

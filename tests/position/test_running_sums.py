@@ -100,6 +100,7 @@ def test_a_plateau_that_may_see_the_sum_is_warned_of_too(run_dir: Path) -> None:
 @pytest.mark.parametrize(
     ("body", "stop"), [(MEAN, 1), (COUNT, 1), (NO_METRIC, 1), (NUMBER, 99), (LIST, 99)], ids=str
 )
+@pytest.mark.quick(2)
 def test_a_sum_that_decides_nothing_or_is_whole_is_not_warned_of(run_dir: Path, body: str, stop: int) -> None:
     start(run_dir, body, stop)
 

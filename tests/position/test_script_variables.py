@@ -395,6 +395,7 @@ QUIET = {
 
 
 @pytest.mark.parametrize("name", QUIET)
+@pytest.mark.quick(3)
 def test_what_each_body_makes_or_only_shows_is_not_warned_of(run_dir: Path, name: str) -> None:
     assert run(run_dir, QUIET[name]) == []
 
@@ -542,6 +543,7 @@ class Rewinding(Spiking):
         (Rewinding, "", None),
     ],
 )
+@pytest.mark.quick(3)
 def test_an_attribute_that_a_model_changes_is_warned_of(
     run_dir: Path, net: Any, body: str, text: Any
 ) -> None:

@@ -40,7 +40,7 @@ def hear(rank: int, size: int, asks: dict[int, int], pause: float, ahead: float)
     return found
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("ahead", [0.0, 0.001, 10])
 def test_all_do_at_the_same_boundary_what_one_asks_for(tmp_path: Path, size: int, ahead: float) -> None:

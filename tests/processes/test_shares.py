@@ -200,6 +200,7 @@ def take_shares(groups: Sequence[Mapping[str, Encoded]], images: Sequence[Image]
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 9])
 @pytest.mark.parametrize("worth_a_fence", [0, 1 << 30])
+@pytest.mark.quick(3)
 def test_several_write_the_files_that_one_writes(tmp_path: Path, count: int, worth_a_fence: int) -> None:
     expected = by_one(encoded(state()), tmp_path / "one")
     images = [Image(worth_a_fence=worth_a_fence) for _ in range(count)]

@@ -147,6 +147,7 @@ def test_an_empty_file_is_one_too(there: Store, tmp_path: Path) -> None:
 
 
 @ALL
+@pytest.mark.quick(2)
 def test_a_file_of_several_parts_arrives_as_it_is(there: Store, large: Path) -> None:
     told: list[int] = []
     there.send(large, "a/file", told.append)
@@ -309,7 +310,7 @@ FAULTS = [
 ]
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: "-".join(map(str, fault.values())))
 def test_a_file_gets_there_in_spite_of_what_goes_wrong_once(
     broken: Broken, here: Path, fault: dict[str, Any]
@@ -338,6 +339,7 @@ def test_a_file_in_parts_gets_there_in_spite_of_what_goes_wrong_once(
 
 
 @pytest.mark.parametrize("fault", [f for f in FAULTS if "request" not in str(f["fault"])], ids=str)
+@pytest.mark.quick(3)
 def test_a_file_is_read_in_spite_of_what_goes_wrong_once(broken: Broken, fault: dict[str, Any]) -> None:
     there = broken.store()
     broken.put("file", BODY)

@@ -147,7 +147,7 @@ KINDS = ["sampler", "generator", "global", "seeded each epoch", "iterable", "str
 @pytest.mark.parametrize("stops", [(), (1, 2), (0, 4)], ids=str)
 @pytest.mark.parametrize("at", PLACES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.quick(8)
+@pytest.mark.quick(20)
 def test_what_an_old_script_began_ends_with_its_bits(
     kind: str, at: tuple[int, int], stops: tuple[int, ...], run_dir: Path
 ) -> None:
@@ -167,6 +167,7 @@ def test_what_an_old_script_began_ends_with_its_bits(
 
 @pytest.mark.filterwarnings("ignore:.*generators .torch. that all code draws from:UserWarning")
 @pytest.mark.parametrize("kind", ["sampler", "generator", "global"])
+@pytest.mark.quick(2)
 def test_a_save_before_the_loop_keeps_the_place_and_the_generators(kind: str, run_dir: Path) -> None:
     whole, _ = old_script(kind)
     begun, old = old_script(kind, 1, 2)

@@ -438,6 +438,7 @@ AHEAD: dict[str, Callable[[RunState], Any]] = {
 
 @pytest.mark.parametrize("kind", AHEAD)
 @pytest.mark.parametrize("at", [1, 4, 5])
+@pytest.mark.quick(3)
 def test_what_was_loaded_ahead_is_not_left_out(run_dir: Path, kind: str, at: int) -> None:
     training, seen = Training(run_dir, 1, lambda: loader(2)), []
     training.state.save()
@@ -670,6 +671,7 @@ def healthy(training: Training, stop: int | None) -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("stop", [2, 4, 5])
+@pytest.mark.quick(3)
 def test_a_training_with_bad_data_gets_through_and_resumes_bit_for_bit(
     run_dir: Path, workers: int, stop: int
 ) -> None:

@@ -249,7 +249,7 @@ ORDERS: list[tuple[Scenario, int, int]] = [
     (write_around, 20, 160),
     (load, 10, 40),
     (prefetch, 20, 160),
-    (chain, 2, 4),
+    (chain, 1, 4),
 ]
 """Scenarios, and how many orders of each: among the quick tests, and among the heavy ones."""
 

@@ -57,6 +57,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.proves("exact")
 @pytest.mark.parametrize(("name", "number"), STOPS)
+@pytest.mark.quick(2)
 def test_a_run_of_an_earlier_version_continues_bit_for_bit(
     name: str, number: int, folder: Path, tmp_path: Path
 ) -> None:
