@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import re
-import secrets
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -149,10 +148,10 @@ dist.destroy_process_group()
 class Job:
     """One start of torchrun, in a folder that holds its run, what its workers note, and what they print."""
 
-    def __init__(self, folder: Path, child: Child, token: bytes, before: str) -> None:
+    def __init__(self, folder: Path, child: Child, before: str) -> None:
         self.folder = folder
         self.child = child
-        self._token, self._before = token, before
+        self._before = before
 
     def ended(self) -> int:
         """Return the exit code of torchrun; nothing that it has started is there any more."""
@@ -162,12 +161,12 @@ class Job:
         return 1 if code == -signal.SIGABRT else code
 
     def processes(self) -> list[int]:
-        """Return the living processes of the workers, by what all inherit: each has a session of its own."""
+        """Return the living processes of the workers, by their folder: each has a session of its own."""
         found = []
-        for environ in Path("/proc").glob("[0-9]*/environ"):
+        for cwd in Path("/proc").glob("[0-9]*/cwd"):
             with contextlib.suppress(OSError):
-                if self._token in environ.read_bytes():
-                    found.append(int(environ.parent.name))
+                if cwd.samefile(self.folder) and (pid := int(cwd.parent.name)) != self.child.pid:
+                    found.append(pid)
         return found
 
     def tell(self, number: int) -> None:
@@ -183,13 +182,10 @@ class Job:
 def torchrun(folder: Path, script: Path, *options: str, arguments: list[str]) -> Iterator[Job]:
     """Start torchrun; whatever of it is still there at the end of the block is killed."""
     folder.mkdir(parents=True, exist_ok=True)
-    token = f"TORCHRUN_JOB={secrets.token_hex(8)}"
-    name, _, value = token.partition("=")
     command = ["-m", "torch.distributed.run", "--standalone", *options, script, *arguments]
-    variables = {"PYTHONPATH": str(ROOT), name: value}
     printed = folder / "printed"
-    child = WARM.begin(command, Path.cwd(), environment=variables, deadline=LIMIT)
-    job = Job(folder, child, token.encode(), printed.read_text() if printed.exists() else "")
+    child = WARM.begin(command, folder, environment={"PYTHONPATH": str(ROOT)}, deadline=LIMIT)
+    job = Job(folder, child, printed.read_text() if printed.exists() else "")
     try:
         yield job
     finally:

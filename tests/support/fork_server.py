@@ -165,17 +165,12 @@ def _imports(script: str) -> Iterator[tuple[str, str]]:
 
 def _become(order: dict[str, Any], out: int, err: int) -> None:
     """Be what an order says, apart from its code."""
-    import ctypes
     import random
 
     import numpy as np
     import torch
 
-    server = os.getppid()
     os.setsid()
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: killed when the server is
-    if os.getppid() != server:
-        os._exit(1)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.dup2(out, 1)
     os.dup2(err, 2)
@@ -191,6 +186,15 @@ def _become(order: dict[str, Any], out: int, err: int) -> None:
     torch.seed()
     if order["stop"]:
         _stop_after(*order["stop"])
+
+
+def _end_with_the_server() -> None:
+    import ctypes
+
+    server = os.getppid()
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: killed when the server is
+    if os.getppid() != server:
+        os._exit(1)
 
 
 def _stop_after(steps: int, seconds: float, number: int) -> None:
@@ -211,6 +215,61 @@ def _stop_after(steps: int, seconds: float, number: int) -> None:
     register_optimizer_step_post_hook(count)
 
 
+def _forking_workers(command: list[str]) -> list[str]:
+    """Return torchrun's command in torchrun, and in each worker that it starts the worker's.
+
+    Workers are forks of a process that is as torchrun was before it had threads, and its own children: what
+    forks them ends, and torchrun adopts them. So signals, codes and a kill are as of those that it would start.
+    """
+    import ctypes
+    import subprocess
+
+    ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: adopts what its descendants leave behind
+    orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if os.fork() == 0:
+        orders.close()
+        return _worker(theirs)
+    theirs.close()
+    start = subprocess.Popen._execute_child  # type: ignore[attr-defined]
+
+    def fork(popen: Any, args: Sequence[str], *how: Any) -> None:
+        if args[0] != sys.executable:
+            return start(popen, args, *how)
+        environment, out, err = how[5], how[12], how[14]
+        order = {"command": [*args[1:]], "folder": os.getcwd(), "environment": environment, "stop": None}
+        fds = [1 if out == -1 else out, 2 if err == -1 else err]
+        socket.send_fds(orders, [pickle.dumps(order)], fds)
+        popen.pid, popen._child_created = int(orders.recv(32)), True
+
+    subprocess.Popen._execute_child = fork  # type: ignore[attr-defined]
+    return command
+
+
+def _worker(orders: socket.socket) -> list[str]:
+    """Return the command of a worker in each; what forks them ends with torchrun."""
+    # Neither a signal to torchrun's group nor who looks for workers is to find it
+    os.setsid()
+    os.chdir("/")
+    while True:
+        order, files, *_ = socket.recv_fds(orders, 1 << 20, 2)
+        if not order:
+            os._exit(0)
+        if between := os.fork():
+            os.waitpid(between, 0)
+            for fd in files:
+                os.close(fd)
+            continue
+        between = os.getpid()
+        if os.fork():
+            os._exit(0)
+        while os.getppid() == between:
+            time.sleep(0.001)
+        orders.send(str(os.getpid()).encode())
+        orders.close()
+        _become(pickle.loads(order), *files)
+        return pickle.loads(order)["command"]
+
+
 def _command(command: list[str]) -> Callable[[], object]:
     """Return what runs a command line of Python, as its `__main__`."""
     import runpy
@@ -219,6 +278,9 @@ def _command(command: list[str]) -> Callable[[], object]:
 
     if asked := os.environ.get("PYTHONWARNINGS"):
         warnings._processoptions(asked.split(","))  # type: ignore[attr-defined]
+    if command[0] == "-u":
+        sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
+        command = command[1:]
     while command[0] == "-W":
         warnings._processoptions([command[1]])  # type: ignore[attr-defined]
         command = command[2:]
@@ -265,7 +327,10 @@ def _main(listener: int, owner: int, *modules: str) -> None:
     with os.fdopen(file, "rb") as opened:
         opened.seek(0)
         order = pickle.load(opened)
+    _end_with_the_server()
     _become(order, out, err)
+    if order["command"] and order["command"][:2] == ["-m", "torch.distributed.run"]:
+        order["command"] = _forking_workers(order["command"])
     # Not in a loop of this file: the functions of a script would count as begun again in each pass.
     try:
         (_command(order["command"]) if order["command"] else _called(order["call"], order["path"]))()
