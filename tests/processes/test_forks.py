@@ -90,6 +90,60 @@ def test_a_killed_training_is_in_forks_what_it_is_in_real_processes(forks: Forks
     assert ends[0] == ends[1]
 
 
+RANK = """
+import os, signal, sys, time
+from pathlib import Path
+
+rank, life = os.environ["RANK"], int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+is_leader = os.getpid() == os.getpgid(0) == os.getsid(0)
+parent = Path(f"/proc/{os.getppid()}/comm").read_text().strip()
+facts = os.environ["OF_MINE"], os.path.basename(os.getcwd()), sys.argv, __name__, is_leader, parent
+
+def say(*what):
+    sys.stdout.write(f"{what} | ")
+
+def told(*_):
+    say("told", rank, life)
+    sys.exit(5)
+
+say("begins", rank, life, *facts)
+mark = Path(f"listens-{life}")
+if rank == "1" and life < 3:
+    signal.signal(signal.SIGTERM, told)
+    mark.touch()
+    time.sleep(60)
+while life < 3 and not mark.exists():
+    time.sleep(0.01)
+say("ends", rank, life)
+if life == 0:
+    sys.exit(3)
+if life == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+if life == 2:
+    raise ValueError("no more")
+"""
+
+
+@pytest.mark.heavy
+def test_workers_of_torchrun_are_in_forks_what_they_are_in_real_processes(
+    forks: Forks, tmp_path: Path
+) -> None:
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=3"]
+    found = []
+    for start in (started, forks.run):
+        folder = tmp_path / start.__name__ / "folder"
+        folder.mkdir(parents=True)
+        (folder / "rank.py").write_text(RANK)
+        life = start([*command, "rank.py", "argument"], folder, environment={"OF_MINE": "yes"}).checked()
+        ends = re.findall(r"exitcode: (\S+)\) local_rank: 0|^(ValueError: .*)", life.err, re.MULTILINE)
+        found.append((sorted(life.out.split(" | ")), ends))
+
+    real, forked = found
+    assert forked == real
+    assert sum(one.startswith("('told',") for one in real[0]) == 3
+    assert real[1] == [("3", ""), ("-9", ""), ("", "ValueError: no more"), ("1", "")]
+
+
 def test_several_run_at_once_and_each_ends_by_itself_or_by_a_signal(forks: Forks, tmp_path: Path) -> None:
     waits = ["-c", "import signal; print('ready'); signal.pause()"]
     first, second = forks.begin(waits, tmp_path), forks.begin(waits, tmp_path)
