@@ -603,12 +603,12 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 @pytest.mark.parametrize("wrapped", ["DistributedDataParallel(model)", "fully_shard(model)"])
 @pytest.mark.parametrize(("extra", "is_exact"), [('{"noise": noise}', True), ("{}", False)])
 def test_a_training_of_two_ranks_is_audited_as_torchrun_starts_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, extra: str, is_exact: bool, wrapped: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forks: Forks, extra: str, is_exact: bool, wrapped: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     begin = SCRIPT.partition("\ndef main")[0]
     (tmp_path / "train.py").write_text(begin + OF_TWO.replace("{extra}", extra).replace("{wrapped}", wrapped))
-    found = audit.audit([*TORCHRUN, "--nproc-per-node=2", str(tmp_path / "train.py")], steps=6)
+    found = audit.audit([*TORCHRUN, "--nproc-per-node=2", str(tmp_path / "train.py")], steps=6, start=forks)
 
     assert found.is_exact is is_exact, verdicts.headline(found)
     if not is_exact:
