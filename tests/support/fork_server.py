@@ -218,8 +218,8 @@ def _stop_after(steps: int, seconds: float, number: int) -> None:
 def _forking_workers(command: list[str]) -> list[str]:
     """Return torchrun's command in torchrun, and in each worker that it starts the worker's.
 
-    Workers are forks of a process that is as torchrun was before it had threads, and its own children: what
-    forks them ends, and torchrun adopts them. So signals, codes and a kill are as of those that it would start.
+    Workers are forks of a process that is as torchrun was before it had threads, but torchrun's own children:
+    it adopts them. So signals, codes and kills are as of processes that it starts.
     """
     import ctypes
     import subprocess
@@ -234,7 +234,8 @@ def _forking_workers(command: list[str]) -> list[str]:
 
     def fork(popen: Any, args: Sequence[str], *how: Any) -> None:
         if args[0] != sys.executable:
-            return start(popen, args, *how)
+            start(popen, args, *how)
+            return
         environment, out, err = how[5], how[12], how[14]
         order = {"command": [*args[1:]], "folder": os.getcwd(), "environment": environment, "stop": None}
         fds = [1 if out == -1 else out, 2 if err == -1 else err]
