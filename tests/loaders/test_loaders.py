@@ -404,7 +404,7 @@ KINDS: dict[str, Callable[..., DataLoader[Any]]] = {
     "stateful stream-2p": lambda **how: on(StatefulStream(), **how),
     "stateful iterators-3": lambda **how: on(StatefulIterators(), **how),
     "even stream-1": lambda **how: on(StatefulStream(length=20), **how),
-    "short batches left out-2": lambda **how: on(Buffered(), drop_last=True, **how),
+    "short batches left out-2p": lambda **how: on(Buffered(), drop_last=True, **how),
     "single samples-2": lambda **how: on(Buffered(), None, **how),
     "begins there-2": lambda **how: on(BeginsThere(), **how),
     "its own-2p": lambda **how: on(ItsOwn(), **how),
@@ -429,12 +429,12 @@ reference = cache(lambda name: of_kind(name).uninterrupted())
 
 @pytest.mark.proves("transparent")
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.quick(15)
+@pytest.mark.quick(17)
 def test_batches_gives_what_the_loader_itself_gives(run_dir: Path, name: str) -> None:
     assert of_kind(name).leg(run_dir) == reference(name)
 
 
-@pytest.mark.quick(14)
+@pytest.mark.quick(16)
 @pytest.mark.proves("exact")
 @pytest.mark.parametrize("name", NAMES)
 def test_a_training_stopped_repeatedly_continues_under_other_seeds(run_dir: Path, name: str) -> None:

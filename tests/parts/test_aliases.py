@@ -344,17 +344,6 @@ def test_what_is_no_record_of_aliases_is_damage(run_dir: Path, aliases: Any) -> 
         RunState.load(run_dir, resume=1)
 
 
-@pytest.mark.parametrize("tree", [{"$tensor": "vars.t"}, {"$tuple": [1]}, {"$set": []}])
-def test_a_tree_that_is_one_value_is_damage(run_dir: Path, tree: Any) -> None:
-    with RunState.load(run_dir) as state:
-        state.vars["t"] = torch.ones(2)
-        state.save()
-    forge(Run(run_dir).open(1), lambda _: json.dumps(tree).encode(), "ranks/00000.json")
-
-    with pytest.raises(CheckpointDamaged):
-        RunState.load(run_dir, resume=1)
-
-
 @pytest.mark.parametrize(
     "aliases",
     [
