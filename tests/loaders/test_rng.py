@@ -315,8 +315,17 @@ def test_generators_are_found_behind_functions() -> None:
     def collated(samples: list[Any], flip: random.Random = flip) -> list[Any]:
         return samples
 
+    def unset() -> Any:
+        return later
+
     bound = partial(partial(sorted, key=one), two)
-    root = {"closure": closed_over(one), "method": method.transform, "bound": bound, "function": collated}
+    root = {
+        "unset": unset,
+        "closure": closed_over(one),
+        "method": method.transform,
+        "bound": bound,
+        "function": collated,
+    }
 
     found = search.find(root)
 
@@ -326,6 +335,8 @@ def test_generators_are_found_behind_functions() -> None:
         "bound.args.0": two,
         "function.__defaults__.0": flip,
     }
+    later = flip
+    assert search.find({"unset": unset}) == {"unset.later": flip}
 
 
 def by_default(own: random.Random, *, by_name: bool) -> Callable[[], float]:

@@ -78,7 +78,7 @@ def test_an_optimizer_is_trusted_if_it_writes_in_hooked_steps_alone(kind: Any, t
     assert not is_guarded(fence, parameters), "no step has passed"
     step(optimizer, parameters)
 
-    assert waits == ["waited"] * trusted, "to wait for what guards nothing would be in vain"
+    assert bool(waits) is trusted, "to wait for what guards nothing would be in vain"
     moments = [state["exp_avg"] for state in optimizer.state.values() if "exp_avg" in state]
     assert is_guarded(fence, [*parameters, *moments]) is trusted
     assert not is_guarded(fence, parameters), "no step has passed since"

@@ -264,7 +264,7 @@ def test_random_states_and_the_place_take_a_line_each(
         pages.append(capsys.readouterr().out)
 
     assert "\nrandom states differ\n" in pages[0]
-    assert "\nthe place in the data differs: epoch 0 -> 1, batch 1 (--all has the details)\n" in pages[0]
+    assert "\nthe place in the data differs: epoch 0 -> 1, batch 2 (--all has the details)\n" in pages[0]
     assert not re.search("tensors of (random|loader|position)|fingerprint", pages[0])
     assert "tensors of random" in pages[1]
     assert re.search(r"position\.epoch +0 +-> 1", pages[1])
