@@ -98,15 +98,3 @@ def test_else_from_the_start_of_the_process(monkeypatch: pytest.MonkeyPatch) -> 
     began = autosave.began()
 
     assert os.stat("/proc/self").st_ctime - 2 < began <= autosave._IMPORTED + 2
-
-
-def test_a_start_that_the_system_does_not_tell_is_the_import(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLURM_JOB_START_TIME", "soon")
-    monkeypatch.setattr(autosave, "Path", lambda path: _Missing())
-
-    assert autosave.began() == autosave._IMPORTED
-
-
-class _Missing:
-    def read_text(self) -> str:
-        raise FileNotFoundError
