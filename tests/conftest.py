@@ -17,7 +17,7 @@ import counted
 import pytest
 from counted import tally, times  # noqa: F401 (pytest finds fixtures here)
 from forks import WARM, forks  # noqa: F401 (pytest finds fixtures here)
-from servers import place, proxied_s3, s3, sftp  # noqa: F401 (pytest finds fixtures here)
+from servers import place, proxied_s3, proxies, s3, sftp  # noqa: F401 (pytest finds fixtures here)
 from turns import switching  # noqa: F401 (pytest finds fixtures here)
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -151,12 +151,14 @@ class Rules:
 
 
 class Proxy:
-    """The test's hand on a proxy that `servers.py` has started."""
+    """The test's hand on one of the proxies of a program that `servers.py` has started."""
+
+    # Two threads that ask at the same time would read each other's answers.
+    _lock = threading.Lock()
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
-        # Two threads that ask at the same time would read each other's answers.
-        self._lock = threading.Lock()
+        self._number: int = self.ask("begin")
         self.port: int = self.ask("open")
         self.rules = Rules(self)
 
@@ -165,7 +167,7 @@ class Proxy:
         with self._lock:
             assert self._process.stdin
             assert self._process.stdout
-            self._process.stdin.write(json.dumps([command, about]) + "\n")
+            self._process.stdin.write(json.dumps([getattr(self, "_number", None), command, about]) + "\n")
             self._process.stdin.flush()
             answer = self._process.stdout.readline()
         assert answer, f"the proxy has ended with {self._process.wait()}"
@@ -187,3 +189,7 @@ class Proxy:
     def forget(self) -> None:
         """Count from nothing again."""
         self.ask("forget")
+
+    def end(self) -> None:
+        """Close it for good."""
+        self.ask("end")

@@ -1,4 +1,4 @@
-"""The proxy itself, a program of its own: `servers.py` starts it, a test steers it by `proxy.Proxy`.
+"""The proxies themselves, in a program of their own: `servers.py` starts it, `proxy.Proxy` steers one.
 
 It runs without anything installed: nothing but the standard library is imported here.
 """
@@ -192,7 +192,7 @@ def _refusal(status: int, method: str, *, is_last: bool) -> bytes:
 
 
 class _Program:
-    """The proxy itself: what runs in its process."""
+    """A proxy itself."""
 
     def __init__(self, upstream: int) -> None:
         self.upstream = upstream
@@ -220,6 +220,11 @@ class _Program:
             self.close()
         elif command == "open":
             await self.open()
+        elif command == "end":
+            self.rules.clear()
+            self.close()
+            self.held.close()
+            return None
         return self.held.getsockname()[1]
 
     async def open(self) -> None:
@@ -341,12 +346,18 @@ class _Program:
 
 
 async def _main(upstream: int) -> None:
-    program = _Program(upstream)
+    programs: list[_Program] = []
     commands = asyncio.StreamReader()
     loop = asyncio.get_running_loop()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(commands), sys.stdin)
     while line := await commands.readline():
-        print(json.dumps(await program.obey(*json.loads(line))), flush=True)
+        number, command, about = json.loads(line)
+        if command == "begin":
+            programs.append(_Program(upstream))
+            answer: Any = len(programs) - 1
+        else:
+            answer = await programs[number].obey(command, about)
+        print(json.dumps(answer), flush=True)
 
 
 if __name__ == "__main__":

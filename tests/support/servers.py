@@ -203,20 +203,6 @@ def _weed_flags(folder: Path, ports: dict[str, int]) -> list[str]:
     return [f"-{name}={value}" for name, value in {**flags, **ports}.items()]
 
 
-@contextlib.contextmanager
-def proxied(server: S3) -> Iterator[ProxiedS3]:
-    """Put a fresh proxy in front of an S3 server."""
-    program = Path(__file__).with_name("proxy_program.py")
-    command = [sys.executable, "-ES", program, server.port]
-    with start(*command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        try:
-            proxy = Proxy(process)
-            endpoint = f"http://127.0.0.1:{proxy.port}"
-            yield ProxiedS3(endpoint, server.key, server.secret, server.endpoint, proxy=proxy)
-        finally:
-            process.kill()
-
-
 @dataclass(frozen=True)
 class Sftp:
     """An SFTP server: the folder that a test may use there, and how a client gets in."""
@@ -364,11 +350,21 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3]:
         yield server
 
 
+@pytest.fixture(scope="session")
+def proxies(s3: S3) -> Iterator[subprocess.Popen[str]]:
+    """The program of the proxies in front of the S3 server."""
+    command = [sys.executable, "-ES", Path(__file__).with_name("proxy_program.py"), s3.port]
+    with start(*command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        yield process
+        process.kill()
+
+
 @pytest.fixture
-def proxied_s3(s3: S3) -> Iterator[ProxiedS3]:
+def proxied_s3(s3: S3, proxies: subprocess.Popen[str]) -> Iterator[ProxiedS3]:
     """The S3 server through a fresh proxy."""
-    with proxied(s3) as server:
-        yield server
+    proxy = Proxy(proxies)
+    yield ProxiedS3(f"http://127.0.0.1:{proxy.port}", s3.key, s3.secret, s3.endpoint, proxy=proxy)
+    proxy.end()
 
 
 @pytest.fixture(scope="session")
