@@ -35,6 +35,7 @@ from resumable import Remote, RemoteError, ResumableWarning, Run, RunState
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")]
 PAGES = ROOT / "docs" / "recipes"
+FORKS = ROOT / "tests" / "support" / "fork_server.py"
 LIMIT = 200.0
 
 TRAIN = """
@@ -163,7 +164,8 @@ def make(folder: Path) -> Path:
     """Make what the scripts of all recipes find where they run: train.py, and a python on the PATH."""
     (folder / "bin").mkdir(parents=True)
     install(folder, "python", f'#!/bin/bash\nexec "{sys.executable}" "$@"\n')
-    install(folder, "torchrun", f'#!/bin/bash\nexec "{sys.executable}" -m torch.distributed.run "$@"\n')
+    # A process that has the signals that torchrun has, and forks its workers
+    install(folder, "torchrun", f'#!/bin/bash\nexec "{sys.executable}" "{FORKS}" torchrun "$@"\n')
     (folder / "train.py").write_text(TRAIN)
     return folder
 

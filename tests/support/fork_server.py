@@ -1,4 +1,7 @@
-"""The interpreter that `forks.py` forks processes from: fork_server.py LISTENER OWNER MODULES."""
+"""The interpreter that `forks.py` forks processes from: fork_server.py LISTENER OWNER MODULES.
+
+Or torchrun itself, which forks its workers: fork_server.py torchrun ARGUMENTS.
+"""
 
 from __future__ import annotations
 
@@ -317,10 +320,9 @@ def _called(call: bytes, path: list[str]) -> Callable[[], object]:
     return lambda: function(*arguments)
 
 
-def _main(listener: int, owner: int, *modules: str) -> None:
-    global _code
-    atexit.register(_leave)
-    sockets = [socket.socket(fileno=fd) for fd in (listener, owner)]
+def _order(listener: str, owner: str, *modules: str) -> dict[str, Any]:
+    """Return what is ordered, in the process that is to be it."""
+    sockets = [socket.socket(fileno=int(fd)) for fd in (listener, owner)]
     # What nobody asks for a fork imports nothing
     select.select(sockets, [], [])
     _warm(modules)
@@ -330,7 +332,19 @@ def _main(listener: int, owner: int, *modules: str) -> None:
         order = pickle.load(opened)
     _end_with_the_server()
     _become(order, out, err)
-    if order["command"] and order["command"][:2] == ["-m", "torch.distributed.run"]:
+    return order
+
+
+def _main(*arguments: str) -> None:
+    global _code
+    atexit.register(_leave)
+    torchrun = ["-m", "torch.distributed.run"]
+    if arguments[0] == "torchrun":
+        _warm([])
+        order = {"command": [*torchrun, *arguments[1:]]}
+    else:
+        order = _order(*arguments)
+    if order["command"] and order["command"][:2] == torchrun:
         order["command"] = _forking_workers(order["command"])
     # Not in a loop of this file: the functions of a script would count as begun again in each pass.
     try:
@@ -369,4 +383,4 @@ def _leave() -> NoReturn:
 
 
 if __name__ == "__main__":
-    _main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])
+    _main(*sys.argv[1:])
