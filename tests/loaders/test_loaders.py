@@ -11,18 +11,32 @@ import random
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cache, partial
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
+from matrix_loaders import (
+    BATCH,
+    SAMPLES,
+    Buffered,
+    Images,
+    Late,
+    PythonBatches,
+    Stateful,
+    StatefulIterators,
+    Stream,
+    all_three,
+    generator,
+    on,
+    silence,
+)
+from matrix_training import Plain, next_numbers
 from torch.utils.data import (
     DataLoader,
-    Dataset,
-    IterableDataset,
     Sampler,
     SubsetRandomSampler,
     get_worker_info,
@@ -41,270 +55,15 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.* and the training draw from the same generators"),
 ]
 
-EPOCHS, SAMPLES, BATCH = 3, 30, 4
-"""Eight batches an epoch, the last one short; two workers have four of them in flight."""
+EPOCHS = 3
 
 Key = tuple[Any, ...]
 Seen = list[tuple[Key, Any]]
 Loaders = dict[str, DataLoader[Any]]
 
 
-# Randomness: what it is drawn from, and by whom.
-
-
 def seeded(seed: int) -> None:
     random.seed(seed), np.random.seed(seed), torch.manual_seed(seed)
-
-
-def noise() -> list[float]:
-    """Draw from every global generator; of the normal numbers the second of each pair is left for later."""
-    return [
-        random.random(),
-        random.gauss(0, 1),
-        np.random.rand(),
-        np.random.randn(),
-        torch.rand(()).item(),
-    ]
-
-
-def new_seed() -> int:
-    """Return another seed for every object of every leg, so that nothing comes back by luck."""
-    return random.getrandbits(31)
-
-
-def generator() -> torch.Generator:
-    return torch.Generator().manual_seed(new_seed())
-
-
-def quiet() -> list[float]:
-    return []
-
-
-def reseeding() -> list[float]:
-    """Seed and set generators in a worker now and then, also with a normal number that is kept."""
-    if get_worker_info():
-        at = random.randrange(8)
-        if at == 0:
-            seeded(at)
-        elif at == 1:
-            random.setstate(random.Random(at).getstate())
-            np.random.set_state(np.random.RandomState(at).get_state())
-        elif at == 2:
-            np.random.set_bit_generator(np.random.PCG64(5))  # type: ignore[attr-defined]
-        return [random.gauss(0, 1) for _ in range(at % 3)] + [np.random.randn() for _ in range(at % 4)]
-    return []
-
-
-class OwnNoise:
-    """Generators of one's own, nested as transforms nest them."""
-
-    def __init__(self) -> None:
-        self.rng = np.random.default_rng(new_seed())
-        self.transforms = [
-            {"crop": random.Random(new_seed())},
-            (np.random.RandomState(new_seed()), generator()),
-        ]
-
-    def __call__(self) -> list[float]:
-        (flip, jitter), crop = self.transforms[1], self.transforms[0]["crop"]
-        return [
-            self.rng.normal(),
-            crop.gauss(0, 1),
-            flip.randn(),
-            torch.rand((), generator=jitter).item(),
-        ]
-
-
-# Datasets.
-
-
-class Images(Dataset[torch.Tensor]):
-    """Samples that are told by their index, augmented."""
-
-    def __init__(self, augment: Callable[[], list[float]] = noise, length: int = SAMPLES) -> None:
-        self.augment, self.length = augment, length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.tensor([index, *self.augment()], dtype=torch.float64)
-
-
-def shard(length: int = SAMPLES) -> range:
-    """Return the part of this worker: the first one's is the smallest."""
-    info = get_worker_info()
-    if info is None:
-        return range(length)
-    cuts = [length * i * (i + 1) // (info.num_workers * (info.num_workers + 1)) for i in range(99)]
-    return range(cuts[info.id], cuts[info.id + 1])
-
-
-class Stream(IterableDataset[torch.Tensor]):
-    """A stream that nobody can position."""
-
-    def __init__(self, augment: Callable[[], list[float]] = noise, length: int = SAMPLES) -> None:
-        self.augment, self.length = augment, length
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        for index in self.order():
-            yield torch.tensor([index, *self.augment()], dtype=torch.float64)
-
-    def order(self) -> Iterable[int]:
-        return shard(self.length)
-
-
-class Buffered(Stream):
-    """A stream behind a shuffle buffer, which draws from Python's generator or from one of its own."""
-
-    rng: Any = random
-
-    def order(self) -> Iterator[int]:
-        buffer: list[int] = []
-        for index in shard(self.length):
-            buffer.append(index)
-            if len(buffer) > 5:
-                yield buffer.pop(self.rng.randrange(len(buffer)))
-        self.rng.shuffle(buffer)
-        yield from buffer
-
-
-class StatefulStream(Stream):
-    """A stream whose dataset knows where it is."""
-
-    at, passes = 0, 0
-
-    def order(self) -> Iterator[int]:
-        mine = shard(self.length)
-        while self.at < len(mine):
-            self.at += 1
-            yield mine[self.at - 1] + 100 * self.passes
-        self.at, self.passes = 0, self.passes + 1
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"at": self.at, "passes": self.passes}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.at, self.passes = state["at"], state["passes"]
-
-
-class StatefulIterators(Stream):
-    """A stream whose iterators know where they are."""
-
-    def __iter__(self) -> StatefulIterator:
-        return StatefulIterator(self.augment, shard(self.length))
-
-
-class StatefulIterator:
-    def __init__(self, augment: Callable[[], list[float]], mine: Sequence[int]) -> None:
-        self.augment, self.mine, self.at = augment, mine, 0
-
-    def __iter__(self) -> StatefulIterator:
-        return self
-
-    def __next__(self) -> torch.Tensor:
-        if self.at == len(self.mine):
-            raise StopIteration
-        self.at += 1
-        return torch.tensor([self.mine[self.at - 1], *self.augment()], dtype=torch.float64)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"at": self.at}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.at = state["at"]
-
-
-class BeginsThere(StatefulStream):
-    """A stream that begins in every epoch where it was put once, as Hugging Face's do."""
-
-    start = 0
-
-    def order(self) -> Iterator[int]:
-        mine = shard(self.length)
-        for at in range(self.start, len(mine)):
-            self.at = at + 1
-            yield mine[at]
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.start = state["at"]
-
-
-class ItsOwn(StatefulStream):
-    """A stream that is its own iterator."""
-
-    def __iter__(self) -> Any:
-        return self
-
-    def __next__(self) -> torch.Tensor:
-        mine = shard(self.length)
-        if self.at == len(mine):
-            self.at, self.passes = 0, self.passes + 1
-            raise StopIteration
-        self.at += 1
-        return torch.tensor([mine[self.at - 1], self.passes, *self.augment()], dtype=torch.float64)
-
-
-class NewEveryEpoch(Stream):
-    """A stream that makes its generator again as it begins."""
-
-    def __init__(self) -> None:
-        super().__init__(self.draw)
-        self.rng: Any = None
-
-    def draw(self) -> list[float]:
-        return [self.rng.random(), random.random()]
-
-    def order(self) -> Iterator[int]:
-        info = get_worker_info()
-        self.rng = np.random.default_rng(info.seed if info else 0)
-        yield from shard(self.length)
-
-
-# Samplers.
-
-
-class PythonBatches(Sampler[list[int]]):
-    """Batches of one to six samples, in an order of Python's generator."""
-
-    def __iter__(self) -> Iterator[list[int]]:
-        left, sizes = random.sample(range(SAMPLES), SAMPLES), random.choices(range(1, 7), k=SAMPLES)
-        while left:
-            size = sizes.pop()
-            yield left[:size]
-            left = left[size:]
-
-
-def on(dataset: Any, batch_size: int | None = BATCH, **settings: Any) -> DataLoader[Any]:
-    return DataLoader(dataset, batch_size, **settings)
-
-
-# One training, with or without us.
-
-
-class Plain:
-    """The loops of RunState over the loaders themselves: the training that nothing stops."""
-
-    batch = 0
-
-    def __init__(self, loaders: Loaders) -> None:
-        self.loaders = loaders
-
-    def epochs(self, total: int) -> Iterator[int]:
-        for epoch in range(total):
-            self.batch = 0
-            yield epoch
-
-    def batches(self, name: str | None = None) -> Iterator[Any]:
-        # A map continues after an exception, as the loader's own iterator does; a generator would be dead
-        return map(self._hand_out, itertools.count(), self.loaders[name or "loader"])
-
-    def _hand_out(self, number: int, batch: Any) -> Any:
-        self.batch = number
-        return batch
-
-    def save(self) -> None:
-        pass
 
 
 class Stopped(Exception):
@@ -319,7 +78,7 @@ class Log:
         self._state, self._stop = state, stop
 
     def __call__(self, key: Key, batch: Any) -> None:
-        self.seen.append((key, [plain(batch), noise()]))
+        self.seen.append((key, [plain(batch), all_three()]))
         self.may_stop(key)
 
     def may_stop(self, key: Key) -> None:
@@ -362,15 +121,13 @@ def given(loaders: Loaders) -> Any:
     return loaders.get("loader", loaders)
 
 
-def train(state: Any, loaders: Loaders, log: Log, break_at: int | None = None) -> None:
+def train(state: Any, loaders: Loaders, log: Log) -> None:
     """Draw after every batch, as dropout does, and where an epoch begins and ends."""
     loader = loaders["loader"]
     for epoch in state.epochs(EPOCHS):
-        noise()
+        all_three()
         log.may_stop((epoch, 0))
         for batch in state.batches():
-            if state.batch == break_at:
-                break
             log((epoch, state.batch + 1), batch)
         log((epoch, "end"), [])
     log((EPOCHS, "after"), next_numbers(loader))
@@ -385,67 +142,33 @@ def plain(value: Any) -> Any:
     return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def next_numbers(loader: DataLoader[Any]) -> list[Any]:
-    """Return what the loader's generators, its sampler's and its dataset's give next in this process."""
-    seed = torch.rand((), generator=loader.generator)
-    if isinstance(loader.dataset, IterableDataset):
-        return [seed, list(itertools.islice(iter(loader.dataset), 5))]
-    return [seed, list(loader.batch_sampler or loader.sampler), loader.dataset[0]]
-
-
-KINDS: dict[str, Callable[..., DataLoader[Any]]] = {
-    "shuffled-0": lambda **how: on(Images(), shuffle=True, generator=generator(), **how),
-    "own-2": lambda **how: on(Images(OwnNoise()), shuffle=True, **how),
-    "own-2p": lambda **how: on(Images(OwnNoise()), shuffle=True, **how),
-    "break-2p": lambda **how: on(Images(), shuffle=True, **how),
-    "batches-2": lambda **how: on(Images(), 1, batch_sampler=PythonBatches(), **how),
-    "reseeding-2": lambda **how: on(Images(reseeding, 40), shuffle=True, collate_fn=list, **how),
-    "buffered-2": lambda **how: on(Buffered(), **how),
-    "stateful stream-2p": lambda **how: on(StatefulStream(), **how),
-    "stateful iterators-3": lambda **how: on(StatefulIterators(), **how),
-    "even stream-1": lambda **how: on(StatefulStream(length=20), **how),
-    "short batches left out-2p": lambda **how: on(Buffered(), drop_last=True, **how),
-    "single samples-2": lambda **how: on(Buffered(), None, **how),
-    "begins there-2": lambda **how: on(BeginsThere(), **how),
-    "its own-2p": lambda **how: on(ItsOwn(), **how),
-    "new every epoch-2": lambda **how: on(NewEveryEpoch(), **how),
-    "new every epoch-2p": lambda **how: on(NewEveryEpoch(), **how),
-    "spawn-2": lambda **how: on(Images(), multiprocessing_context="spawn", **how),
-    "forkserver-2": lambda **how: on(Images(), multiprocessing_context="forkserver", **how),
-}
-"""Loaders by name and number of workers, p if they persist; each start makes them under another seed."""
-
-NAMES = [*KINDS][:-2] + [pytest.param(name, marks=pytest.mark.heavy) for name in [*KINDS][-2:]]
-
-
-def of_kind(name: str) -> Training:
-    make = partial(KINDS[name], num_workers=int(name.strip("p")[-1]), persistent_workers=name.endswith("p"))
-    script = partial(train, break_at=5 if name.startswith("break") else None)
-    return Training(lambda: {"loader": make()}, script)
-
-
-reference = cache(lambda name: of_kind(name).uninterrupted())
-
-
+@pytest.mark.heavy
 @pytest.mark.proves("transparent")
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.quick(17)
-def test_batches_gives_what_the_loader_itself_gives(run_dir: Path, name: str) -> None:
-    assert of_kind(name).leg(run_dir) == reference(name)
-
-
-@pytest.mark.quick(16)
 @pytest.mark.proves("exact")
-@pytest.mark.parametrize("name", NAMES)
-def test_a_training_stopped_repeatedly_continues_under_other_seeds(run_dir: Path, name: str) -> None:
-    seen = of_kind(name).chain(run_dir, [(0, 1), (0, 3), (1, 0), (1, 5), (1, "end"), (2, 2)])
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_workers_of_every_start_method_continue(run_dir: Path, method: str) -> None:
+    loader = partial(on, Images(), num_workers=2, multiprocessing_context=method)
+    training = Training(lambda: {"loader": loader()}, train)
 
-    assert seen == reference(name)
+    seen = training.chain(run_dir, [(0, 1), (0, 3), (1, 0), (1, 5), (1, "end"), (2, 2)])
+
+    assert seen == training.uninterrupted()
+
+
+@pytest.mark.heavy
+@pytest.mark.proves("exact")
+@pytest.mark.parametrize("how", [{"drop_last": True, "persistent_workers": True}, {"batch_size": None}])
+def test_a_stream_without_short_batches_or_any_continues(run_dir: Path, how: dict[str, Any]) -> None:
+    training = Training(lambda: {"loader": on(Buffered(), num_workers=2, **how)}, train)
+
+    seen = training.chain(run_dir, [(0, 1), (0, 3), (1, 0), (1, 5), (1, "end"), (2, 2)])
+
+    assert seen == training.uninterrupted()
 
 
 def order(seen: Seen, epoch: int) -> list[int]:
     """Return the indices of an epoch's samples."""
-    return [int(row[0]) for key, (batch, _) in seen if key[0] == epoch for row in batch]
+    return [round(10 * row[0]) for key, (batch, _) in seen if key[0] == epoch for row in batch]
 
 
 HEAVY_PERSISTENT = pytest.param(2, True, marks=pytest.mark.heavy)
@@ -453,36 +176,11 @@ EITHER = [False, pytest.param(True, marks=pytest.mark.heavy)]
 """Whether the workers persist, where that is not the point."""
 
 
-def two(**how: Any) -> Loaders:
-    return {
-        "a": on(Images(OwnNoise()), shuffle=True, num_workers=2, **how),
-        "b": on(Images(), 3, sampler=SubsetRandomSampler(range(20)), num_workers=1, **how),
-    }
-
-
-def in_turn(state: Any, loaders: Loaders, log: Log) -> None:
-    for epoch in state.epochs(EPOCHS):
-        for name in loaders:
-            for batch in state.batches(name):
-                log((epoch, name, state.batch), batch)
-            noise()
-        log((epoch, "end"), [])
-
-
-@pytest.mark.heavy
-@pytest.mark.parametrize("persists", EITHER)
-def test_several_loaders_one_after_the_other_all_continue(run_dir: Path, persists: bool) -> None:
-    training = Training(partial(two, persistent_workers=persists), in_turn)
-    stops = [(0, "a", 2), (0, "a", 7), (0, "b", 0), (0, "b", 6), (1, "end"), (2, "b", 3)]
-
-    assert training.chain(run_dir, stops) == training.uninterrupted()
-
-
 # What may change, and what may not.
 
 
 def quiet_loader(dataset: Any = None, **how: Any) -> Loaders:
-    return {"loader": on(dataset or Images(quiet), **{"shuffle": True, "num_workers": 2, **how})}
+    return {"loader": on(dataset or Images(silence), **{"shuffle": True, "num_workers": 2, **how})}
 
 
 def noisy_loader(**how: Any) -> Loaders:
@@ -530,7 +228,7 @@ def test_another_number_of_workers_keeps_the_order_and_repeats_itself(
 
 
 @pytest.mark.quick(3)
-@pytest.mark.parametrize("dataset", [Stream, StatefulStream, StatefulIterators])
+@pytest.mark.parametrize("dataset", [Stream, Stateful, StatefulIterators])
 def test_another_number_of_workers_is_a_mismatch_for_a_stream_in_mid_epoch(
     run_dir: Path, dataset: Any
 ) -> None:
@@ -543,21 +241,11 @@ def test_another_number_of_workers_is_a_mismatch_for_a_stream_in_mid_epoch(
     assert seen + two.leg(run_dir, 2) == two.uninterrupted()
 
 
-class Late:
-    """A generator that the first sample makes."""
-
-    rng: Any = None
-
-    def __call__(self) -> list[float]:
-        self.rng = self.rng or random.Random(1)
-        return [self.rng.random()]
-
-
 def test_a_generator_that_a_worker_does_not_find_is_named(run_dir: Path) -> None:
     Training(lambda: {"loader": on(Images(Late()), num_workers=1)}, train).leg(run_dir, 0, (0, 2))
     without = Training(lambda: {"loader": on(Images(), num_workers=1)}, train)
 
-    with pytest.raises(ResumableWarning, match=r"the generators dataset\.augment\.rng were there when"):
+    with pytest.raises(ResumableWarning, match=r"the generators dataset\.noise\.rng were there when"):
         without.leg(run_dir)
 
 
@@ -570,7 +258,7 @@ def test_a_state_of_a_worker_that_cannot_be_stored_fails_only_at_a_save() -> Non
 
 def test_a_stream_that_is_shorter_than_it_was_is_a_mismatch(run_dir: Path) -> None:
     long, short = (
-        Training(lambda n=n: {"loader": on(Stream(length=n), num_workers=2)}, train) for n in (30, 9)
+        Training(lambda n=n: {"loader": on(Stream(length=n), num_workers=2)}, train) for n in (SAMPLES, 9)
     )
     long.leg(run_dir, 0, (0, 4))
 
@@ -588,7 +276,7 @@ def test_a_stream_that_is_shorter_than_it_was_is_a_mismatch(run_dir: Path) -> No
         ("drop_last", {"drop_last": True}),
         ("sampler", {"shuffle": False}),
         ("batch_sampler", {"shuffle": False, "batch_size": 1, "batch_sampler": PythonBatches()}),
-        ("dataset_length", {"dataset": Images(quiet, 31)}),
+        ("dataset_length", {"dataset": Images(silence, 31)}),
     ],
 )
 def test_a_loader_that_changed_in_mid_epoch_is_a_mismatch_that_names_what_did(
@@ -613,14 +301,14 @@ def test_a_batch_size_that_is_allowed_to_change_continues_at_the_same_sample(
         return Training(lambda: quiet_loader(generator=generator(), **how), train)
 
     four, six, five = of(4), of(6), of(5)
-    seen = four.leg(run_dir, 0, 3)
+    seen = four.leg(run_dir, 0, 2)
     with pytest.warns(ResumableWarning, match="loader.batch_size +4 +-> 6"):
         seen += six.leg(run_dir, 1, 1, allow=["loader.batch_size"])
     seen += six.leg(run_dir, 2, 1)
     with pytest.warns(ResumableWarning, match="loader.batch_size +6 +-> 5"):
         seen += five.leg(run_dir, 3, allow=["loader.batch_size"])
 
-    assert [len(batch) for key, (batch, _) in seen if key[0] == 0] == [4, 4, 4, 6, 6, 5, 1, 0]
+    assert [len(batch) for key, (batch, _) in seen if key[0] == 0] == [4, 4, 6, 6, 5, 1, 0]
     expected = four.uninterrupted()
     assert [order(seen, e) for e in range(EPOCHS)] == [order(expected, e) for e in range(EPOCHS)]
 
@@ -632,13 +320,12 @@ def test_batches_may_become_single_samples_in_mid_epoch(run_dir: Path) -> None:
         left = single.leg(run_dir, 1, allow=["loader.*"])
 
     assert order(seen, 0) == [*range(2 * BATCH)]
-    assert [int(batch[0]) for key, (batch, _) in left if batch and key[0] == 0] == [
-        *range(2 * BATCH, SAMPLES)
-    ]
+    singles = [round(10 * batch[0]) for key, (batch, _) in left if batch and key[0] == 0]
+    assert singles == [*range(2 * BATCH, SAMPLES)]
 
 
 @pytest.mark.quick(3)
-@pytest.mark.parametrize("change", [{"batch_size": 5}, {"shuffle": False}, {"dataset": Images(quiet, 31)}])
+@pytest.mark.parametrize("change", [{"batch_size": 5}, {"shuffle": False}, {"dataset": Images(silence, 31)}])
 def test_a_loader_that_is_allowed_to_change_begins_the_epochs_data_again(
     run_dir: Path, change: dict[str, Any]
 ) -> None:
@@ -773,7 +460,7 @@ def seen_until(run_dir: Path, stop: int | None) -> list[Any]:
     """Return the batches of two workers up to a stop, in two epochs of 150; and what is drawn next."""
     seeded(3)
     found: list[Any] = []
-    state = RunState.load(run_dir, loader=on(Images(noise, 150), 1, num_workers=2), every=None, quiet=True)
+    state = RunState.load(run_dir, loader=on(Images(length=150), 1, num_workers=2), every=None, quiet=True)
     with contextlib.suppress(Stopped), state:
         for epoch in state.epochs(2):
             for number, batch in enumerate(state.batches(), state.batch):
@@ -781,7 +468,7 @@ def seen_until(run_dir: Path, stop: int | None) -> list[Any]:
                 if 150 * epoch + number + 1 == stop:
                     state.save().wait()
                     raise Stopped
-        found.append(noise())
+        found.append(all_three())
     return found
 
 
@@ -815,7 +502,7 @@ def test_without_in_order_every_sample_comes_exactly_once(run_dir: Path, persist
     loaded = multiprocessing.Value("i")
     training = Training(lambda: {"loader": on(Held(loaded), **how)}, only_batches)
 
-    seen = training.chain(run_dir, [(0, 1), (0, 3), (0, 7), (1, 2), (1, 7), (1, "end")])
+    seen = training.chain(run_dir, [(0, 1), (0, 3), (0, 6), (1, 2), (1, 6), (1, "end")])
 
     assert [sorted(order(seen, epoch)) for epoch in range(EPOCHS)] == [[*range(SAMPLES)]] * EPOCHS
 
@@ -858,7 +545,7 @@ def swallowing(state: Any, loaders: Loaders, log: Log) -> None:
             except StopIteration:
                 break
             else:
-                log((epoch, int(batch.flatten()[0])), [state.batch, batch])
+                log((epoch, round(10 * batch.flatten()[0].item())), [state.batch, batch])
         log((epoch, "end"), [])
 
 
@@ -881,7 +568,7 @@ def test_a_loop_that_swallows_a_workers_errors_continues_as_a_plain_one(
 
     # Right after a sample that failed, before its worker has made another batch.
     seen = training.chain(
-        run_dir, [(0, 4), (0, 12 if size else 10), (0, 24), (1, 0), (1, 16), (1, 28), (2, 12)]
+        run_dir, [(0, 4), (0, 12 if size else 10), (0, 24), (1, 0), (1, 16), (1, 24), (2, 12)]
     )
 
     assert seen == training.uninterrupted()
@@ -896,7 +583,7 @@ class Deadly(Images):
 
     def __getitem__(self, index: int) -> torch.Tensor:
         marker = self.folder / str(index)
-        if index in (9, 29) and get_worker_info() and not marker.exists():
+        if index in (9, 25) and get_worker_info() and not marker.exists():
             marker.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         return super().__getitem__(index)
@@ -926,7 +613,7 @@ def test_a_run_that_dies_of_a_killed_worker_continues_exactly(
     how = {"num_workers": 2, "persistent_workers": persists}
     training = Training(lambda: {"loader": on(Deadly(tmp_path), **how)}, saving)
 
-    for marker in ("9", "29"):
+    for marker in ("9", "25"):
         # In a process of its own: torch raises in the main thread, wherever that may be.
         run = multiprocessing.get_context("fork").Process(target=unmeasured, args=(training.leg, run_dir))
         run.start(), run.join()

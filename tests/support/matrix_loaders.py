@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import queue
 import random
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -34,6 +36,15 @@ RNG = np.random.default_rng(9)
 # Noise: a sample is its index and three numbers.
 
 
+def new_seed() -> int:
+    """Return another seed for each object of each start, so that nothing comes back by luck."""
+    return random.getrandbits(31)
+
+
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(new_seed())
+
+
 def silence() -> list[float]:
     return [0.0, 0.0, 0.0]
 
@@ -55,6 +66,16 @@ def all_three() -> list[float]:
     return [random.gauss(0, 1), float(np.random.randn()), torch.randn(()).item()]
 
 
+def seeding() -> list[float]:
+    """Seed and set the generators of a worker now and then."""
+    if (at := random.randrange(8)) == 0:
+        random.seed(at), np.random.seed(at), torch.manual_seed(at)
+    elif at == 1:
+        random.setstate(random.Random(at).getstate())
+        np.random.set_state(np.random.RandomState(at).get_state())
+    return all_three()
+
+
 def of_the_module() -> list[float]:
     return [RNG.random(), RNG.normal(), RNG.random()]
 
@@ -68,7 +89,7 @@ class Own:
     """One generator in an attribute."""
 
     def __init__(self) -> None:
-        self.rng = np.random.default_rng(4)
+        self.rng = np.random.default_rng(new_seed())
 
     def __call__(self) -> list[float]:
         return [self.rng.random(), self.rng.normal(), float(self.rng.integers(9))]
@@ -78,7 +99,8 @@ class Nested:
     """Generators nested as transforms nest them."""
 
     def __init__(self) -> None:
-        self.transforms = [{"crop": random.Random(5)}, (np.random.RandomState(6), generator(7))]
+        crop, flip = random.Random(new_seed()), np.random.RandomState(new_seed())
+        self.transforms: Any = [{"crop": crop}, (flip, generator())]
 
     def __call__(self) -> list[float]:
         crop, (flip, jitter) = self.transforms[0]["crop"], self.transforms[1]
@@ -109,7 +131,7 @@ def with_noise(samples: Any, noise: Draw) -> torch.Tensor:
 
 
 def closure() -> Callable[[Any], torch.Tensor]:
-    rng = random.Random(5)
+    rng = random.Random(new_seed())
     return lambda samples: with_noise(samples, lambda: [rng.random(), rng.gauss(0, 1), 0.0])
 
 
@@ -126,6 +148,7 @@ NOISE = {
     "numpy": Noise(lambda: numpy),
     "torch": Noise(lambda: of_torch),
     "all-three": Noise(lambda: all_three),
+    "seeding": Noise(lambda: seeding),
     "own": Noise(Own),
     "nested": Noise(Nested),
     "late": Noise(Late),
@@ -144,7 +167,7 @@ NOISE = {
 class Images(Dataset[torch.Tensor]):
     """Samples of a map-style dataset."""
 
-    def __init__(self, noise: Draw, length: int = SAMPLES) -> None:
+    def __init__(self, noise: Draw = all_three, length: int = SAMPLES) -> None:
         self.noise, self.length = noise, length
 
     def __len__(self) -> int:
@@ -190,7 +213,7 @@ def shard(length: int) -> range:
 class Stream(IterableDataset[torch.Tensor]):
     """A stream without a state."""
 
-    def __init__(self, noise: Draw, length: int = SAMPLES) -> None:
+    def __init__(self, noise: Draw = all_three, length: int = SAMPLES) -> None:
         self.noise, self.length = noise, length
 
     def __iter__(self) -> Iterator[torch.Tensor]:
@@ -233,7 +256,7 @@ class Buffered(Stream):
 class OwnBuffered(Buffered):
     def __init__(self, noise: Draw) -> None:
         super().__init__(noise)
-        self.rng = random.Random(8)
+        self.rng = random.Random(new_seed())
 
 
 class DrawsAtItsEnd(Stream):
@@ -261,6 +284,48 @@ class Stateful(Stream):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.at, self.passes = state["at"], state["passes"]
+
+
+class BeginsThere(Stateful):
+    """A stream that begins in every epoch where it was put once, as Hugging Face's do."""
+
+    start = 0
+
+    def order(self) -> Iterator[int]:
+        mine = shard(self.length)
+        for at in range(self.start, len(mine)):
+            self.at = at + 1
+            yield mine[at]
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.start = state["at"]
+
+
+class ItsOwn(Stateful):
+    """A stream that is its own iterator."""
+
+    def __iter__(self) -> Any:
+        return self
+
+    def __next__(self) -> torch.Tensor:
+        mine = shard(self.length)
+        if self.at == len(mine):
+            self.at, self.passes = 0, self.passes + 1
+            raise StopIteration
+        self.at += 1
+        return torch.tensor([mine[self.at - 1] + self.passes, *self.noise()])
+
+
+class NewEachPass(Stream):
+    """A stream that makes a generator as a pass begins."""
+
+    rng: Any = None
+
+    def order(self) -> Iterator[int]:
+        info = get_worker_info()
+        self.rng = np.random.default_rng(info.seed if info else 0)
+        for index in shard(self.length):
+            yield index + self.rng.random()
 
 
 class StatefulIterators(Stream):
@@ -314,7 +379,7 @@ class OwnOrder(Sampler[int]):
     """An order from a generator of the sampler, drawn as the pass begins."""
 
     def __init__(self) -> None:
-        self.rng = np.random.default_rng(3)
+        self.rng = np.random.default_rng(new_seed())
 
     def __iter__(self) -> Iterator[int]:
         yield from self.rng.permutation(SAMPLES).tolist()
@@ -360,7 +425,7 @@ class Permuted:
     """An iterable with a generator of its own."""
 
     def __init__(self, noise: Draw) -> None:
-        self.noise, self.rng = noise, np.random.default_rng(2)
+        self.noise, self.rng = noise, np.random.default_rng(new_seed())
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         for number in self.rng.permutation(6):
@@ -380,7 +445,7 @@ class Ahead(Permuted):
 
 
 class Resumable:
-    """Batches of an order that is drawn as a pass begins; its state tells what is left of it."""
+    """Batches of an order that is drawn in iter(); its state tells what is left of it."""
 
     def __init__(self, noise: Draw) -> None:
         self.noise = noise
@@ -405,6 +470,13 @@ class Resumable:
         self.order = list(state["order"])
 
 
+class BeginsAnew(Resumable):
+    """Its order is drawn with its first batch, as MosaicML's is."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        yield from super().__iter__()
+
+
 class StaysAtItsEnd(Resumable):
     """Once it was put somewhere it continues from there, at its end too; each pass begins with a draw."""
 
@@ -422,6 +494,27 @@ class StaysAtItsEnd(Resumable):
         self.is_put = True
 
 
+class Sticks:
+    """Batches that begin where they were put, in every epoch again: Hugging Face's datasets do so."""
+
+    start = at = 0
+
+    def __init__(self, noise: Draw) -> None:
+        self.noise = noise
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        self.at = self.start
+        while self.at < 6:
+            self.at += 1
+            yield torch.tensor([[self.at / 10, *self.noise()]])
+
+    def state_dict(self) -> Any:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.start = state["at"]
+
+
 def function(noise: Draw) -> Callable[[], Iterator[torch.Tensor]]:
     def batches() -> Iterator[torch.Tensor]:
         for number in torch.randperm(6):
@@ -430,11 +523,51 @@ def function(noise: Draw) -> Callable[[], Iterator[torch.Tensor]]:
     return batches
 
 
+def with_a_generator(noise: Draw) -> Callable[[], Iterator[torch.Tensor]]:
+    own = np.random.default_rng(new_seed())
+
+    def batches() -> Iterator[torch.Tensor]:
+        for number in own.permutation(6):
+            yield torch.tensor([[number / 10 + own.random(), *noise()]])
+
+    return batches
+
+
+def iterator(noise: Draw) -> Iterator[torch.Tensor]:
+    return (torch.tensor([[number / 10, *noise()]]) for number in range(16))
+
+
+class Background(threading.Thread):
+    """The generator that loads in a thread, as everyone copies it."""
+
+    def __init__(self, batches: Iterable[Any]) -> None:
+        super().__init__(daemon=True)
+        self.queue: queue.Queue[Any] = queue.Queue(2)
+        self.batches = batches
+        self.start()
+
+    def run(self) -> None:
+        for batch in self.batches:
+            self.queue.put(batch)
+        self.queue.put(None)
+
+    def __iter__(self) -> Background:
+        return self
+
+    def __next__(self) -> Any:
+        if (batch := self.queue.get()) is None:
+            raise StopIteration
+        return batch
+
+
+class DataLoaderX(DataLoader[torch.Tensor]):
+    """The loader that everyone copies with it."""
+
+    def __iter__(self) -> Any:
+        return Background(super().__iter__())
+
+
 # Loaders: what makes each, by the family that shares its way to resume.
-
-
-def generator(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def on(dataset: Any, batch_size: int | None = BATCH, **settings: Any) -> DataLoader[Any]:
@@ -444,7 +577,7 @@ def on(dataset: Any, batch_size: int | None = BATCH, **settings: Any) -> DataLoa
 def shared(noise: Draw, **settings: Any) -> DataLoader[Any]:
     """One generator for the order, for the loader and for the samples."""
     images = Images(noise)
-    images.rng = generator(1)  # type: ignore[attr-defined]
+    images.rng = generator()  # type: ignore[attr-defined]
     sampler = RandomSampler(images, generator=images.rng)  # type: ignore[attr-defined]
     return on(images, sampler=sampler, generator=images.rng, **settings)  # type: ignore[attr-defined]
 
@@ -465,6 +598,22 @@ def torchdata(dataset: Any, **settings: Any) -> DataLoader[Any]:
     return StatefulDataLoader(dataset, BATCH, **settings)
 
 
+def dealt(noise: Draw, **settings: Any) -> DataLoader[Any]:
+    """A sampler that counts what it has yielded."""
+    from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
+
+    images = Images(noise)
+    return torchdata(images, sampler=StatefulDistributedSampler(images, 1, 0), **settings)
+
+
+def drawn(noise: Draw, **settings: Any) -> DataLoader[Any]:
+    """A sampler that draws now and then."""
+    from torchdata.stateful_dataloader.sampler import RandomSampler
+
+    images = Images(noise)
+    return torchdata(images, sampler=RandomSampler(images, True, 40), **settings)
+
+
 weighted = partial(WeightedRandomSampler, range(1, SAMPLES + 1), SAMPLES)
 
 Make = Callable[..., Any]
@@ -478,15 +627,15 @@ FAMILIES: dict[str, dict[str, Make]] = {
         "concatenated": concatenated,
     },
     "own-order": {
-        "loader-generator": lambda n, **s: on(Images(n), generator=generator(1), **s),
-        "shuffle-generator": lambda n, **s: on(Images(n), shuffle=True, generator=generator(1), **s),
+        "loader-generator": lambda n, **s: on(Images(n), generator=generator(), **s),
+        "shuffle-generator": lambda n, **s: on(Images(n), shuffle=True, generator=generator(), **s),
         "shared-generator": shared,
-        "weighted-generator": lambda n, **s: on(Images(n), sampler=weighted(generator=generator(1)), **s),
+        "weighted-generator": lambda n, **s: on(Images(n), sampler=weighted(generator=generator()), **s),
         "replacement": lambda n, **s: on(
-            Images(n), sampler=RandomSampler(Images(n), True, 40, generator(1)), **s
+            Images(n), sampler=RandomSampler(Images(n), True, 40, generator()), **s
         ),
         "more-than-all": lambda n, **s: on(
-            Images(n), sampler=RandomSampler(Images(n), num_samples=35, generator=generator(1)), **s
+            Images(n), sampler=RandomSampler(Images(n), num_samples=35, generator=generator()), **s
         ),
         "own-order": lambda n, **s: on(Images(n), sampler=OwnOrder(), **s),
         "own-late": lambda n, **s: on(Images(n), sampler=OwnLate(), **s),
@@ -505,6 +654,7 @@ FAMILIES: dict[str, dict[str, Make]] = {
         "sample-seeds": lambda n, **s: on(Images(n), shuffle=True, **s),
         "prefetch-1": lambda n, **s: on(Images(n), shuffle=True, prefetch_factor=1, **s),
         "prefetch-4": lambda n, **s: on(Images(n), shuffle=True, prefetch_factor=4, **s),
+        "subclass": lambda n, **s: DataLoaderX(Images(n), BATCH, shuffle=True, **s),
     },
     "streams": {
         "stream": lambda n, **s: on(Stream(n), **s),
@@ -515,23 +665,35 @@ FAMILIES: dict[str, dict[str, Make]] = {
         "buffered": lambda n, **s: on(Buffered(n), **s),
         "own-buffered": lambda n, **s: on(OwnBuffered(n), **s),
         "draws-at-its-end": lambda n, **s: on(DrawsAtItsEnd(n), **s),
+        "new-each-pass": lambda n, **s: on(NewEachPass(n), **s),
     },
     "stateful": {
         "stateful-stream": lambda n, **s: on(Stateful(n), **s),
         "stateful-drop-last": lambda n, **s: on(Stateful(n), drop_last=True, **s),
         "stateful-iterators": lambda n, **s: on(StatefulIterators(n), **s),
+        "begins-there": lambda n, **s: on(BeginsThere(n), **s),
+        "its-own": lambda n, **s: on(ItsOwn(n), **s),
         "torchdata": lambda n, **s: torchdata(Images(n), shuffle=True, **s),
         "torchdata-generator": lambda n, **s: torchdata(
-            Images(n), shuffle=True, generator=generator(1), snapshot_every_n_steps=3, **s
+            Images(n), shuffle=True, generator=generator(), snapshot_every_n_steps=3, **s
         ),
         "torchdata-stream": lambda n, **s: torchdata(Stateful(n), **s),
+        "torchdata-iterators": lambda n, **s: torchdata(StatefulIterators(n), **s),
+        "torchdata-no-state": lambda n, **s: torchdata(Stream(n), **s),
+        "torchdata-counting": lambda n, **s: torchdata(Counting(n), shuffle=True, **s),
+        "torchdata-dealt": dealt,
+        "torchdata-drawn": drawn,
     },
     "plain": {
-        "list": lambda n: [torch.tensor([[number / 10, *n()]]) for number in range(6)],
+        "list": lambda n: [*torch.arange(24.0).reshape(6, 1, 4) / 10],
+        "iterator": iterator,
         "function": function,
+        "function-generator": with_a_generator,
         "iterable": Permuted,
         "ahead": Ahead,
         "own-state": Resumable,
+        "begins-anew": BeginsAnew,
+        "sticks": Sticks,
         "stays-at-its-end": StaysAtItsEnd,
     },
 }

@@ -6,18 +6,18 @@ import hashlib
 import itertools
 import json
 import os
-import queue
 import random
 import signal
-import threading
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from matrix_loaders import LOADERS, NOISE, Images, on, silence
+from matrix_loaders import LOADERS, NOISE, Background, Images, on, silence
 from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
 from tqdm import tqdm
 
 from resumable import RunState
@@ -40,10 +40,11 @@ class Plain:
 
     epoch = batch = step = 0
 
-    def __init__(self, loaders: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, loaders: dict[str, Any], optimizer: torch.optim.Optimizer | None = None) -> None:
         self.vars: dict[str, Any] = {}
         self._loaders = loaders
-        optimizer.register_step_post_hook(self._count)
+        if optimizer:
+            optimizer.register_step_post_hook(self._count)
 
     def _count(self, *_: Any) -> None:
         self.step += 1
@@ -58,8 +59,8 @@ class Plain:
         while self.step < total:
             yield self.step
 
-    def batches(self, name: str = "loader", through: Any = iter, **_: Any) -> Iterator[Any]:
-        loader = self._loaders[name]
+    def batches(self, which: Any = "loader", through: Any = iter, **_: Any) -> Iterator[Any]:
+        loader = self._loaders[which] if isinstance(which, str) else which
         # Not in a generator's body: a loader draws as its iterator is made
         batches = iter(loader() if callable(loader) else loader)
         return map(self._hand_out, itertools.count(), through(batches))
@@ -81,9 +82,11 @@ class Plain:
 class Training:
     """The objects of one start, and a trail: a line after each batch, at each lap's end, and at the end."""
 
-    def __init__(self, case: Any, folder: Path, stop: int | None) -> None:
-        random.seed(1), np.random.seed(2), torch.manual_seed(3)
-        self.loaders = self._loaders(case)
+    def __init__(self, case: Any, folder: Path, stop: int | None, seed: int) -> None:
+        random.seed(seed), np.random.seed(seed), torch.manual_seed(seed)
+        self.make = partial(self._loaders, case)
+        self.loaders = self.make()
+        given = {} if LOOPS[case.loop].remakes else self.loaders
         self.window, self.stop = case.window, stop
         self.model = nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.3), nn.Linear(3, 1))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
@@ -98,7 +101,7 @@ class Training:
                 model=self.model,
                 optimizer=self.optimizer,
                 scheduler=scheduler,
-                loader=self.loaders.get("loader", self.loaders),
+                loader=given.get("loader", given or None),
                 sample_seeds=case.loader == "sample-seeds",
                 progress=False,
                 every=None,
@@ -155,7 +158,7 @@ class Training:
 
     def finish(self) -> None:
         self.state.close()
-        self._write("the end", None, [])
+        self._write("the end", None, [next_numbers(one) for one in self.loaders.values()])
         self._trail.close()
 
     def _write(self, kind: str, number: int | None, seen: Iterable[torch.Tensor]) -> None:
@@ -175,12 +178,22 @@ class Training:
         print(json.dumps(line), file=self._trail)
 
 
-def start(case: Any, folder: Path, stop: int | None) -> None:
+def next_numbers(loader: Any) -> list[Any]:
+    """Return what a loader's generators, its sampler's and its dataset's give next in this process."""
+    if not isinstance(loader, DataLoader):
+        return []
+    seed = torch.rand((), generator=loader.generator)
+    if isinstance(loader.dataset, IterableDataset):
+        return [seed, *itertools.islice(loader.dataset, 5)]
+    return [seed, [*(loader.batch_sampler or loader.sampler)], loader.dataset[0]]
+
+
+def start(case: Any, folder: Path, stop: int | None, seed: int) -> None:
     """Be one start of a training: None is one without the library, 0 one that runs to its end.
 
     It is killed after the event of that number, and has saved there unless the number is negative.
     """
-    training = Training(case, folder, stop)
+    training = Training(case, folder, stop, seed)
     LOOPS[case.loop].run(training.state, training)
     training.finish()
 
@@ -205,6 +218,13 @@ def epochs(state: Any, training: Training) -> None:
         training.note("end")
 
 
+def remakes(state: Any, training: Training) -> None:
+    for _ in state.epochs(EPOCHS):
+        for batch in state.batches(*training.make().values()):
+            training.train(batch)
+        training.note("end")
+
+
 def steps(state: Any, training: Training) -> None:
     batches = again(state)
     for step in state.steps(STEPS // training.window):
@@ -217,8 +237,9 @@ def steps(state: Any, training: Training) -> None:
 def steps_in_epochs(state: Any, training: Training) -> None:
     batches = again(state)
     for epoch in state.epochs(3):
+        shift = draw()
         for _ in state.steps((epoch + 1) * STEPS // training.window // 3):
-            window = [next(batches) for _ in range(training.window)]
+            window = [next(batches) + shift for _ in range(training.window)]
             for batch in window:
                 training.learn(batch)
             training.note("batch", *window)
@@ -268,6 +289,10 @@ def by_hand(state: Any, training: Training) -> None:
         training.note("end")
 
 
+def draws_ahead(batches: Iterator[Any]) -> Iterator[Any]:
+    return one_ahead(batch + draw() for batch in batches)
+
+
 def one_ahead(batches: Iterator[Any]) -> Iterator[Any]:
     following = next(batches, None)
     while (batch := following) is not None:
@@ -277,29 +302,6 @@ def one_ahead(batches: Iterator[Any]) -> Iterator[Any]:
 
 def three_ahead(batches: Iterator[Any]) -> Iterator[Any]:
     return one_ahead(one_ahead(one_ahead(batches)))
-
-
-class Background(threading.Thread):
-    """The generator that loads in a thread, as everyone copies it."""
-
-    def __init__(self, batches: Iterable[Any]) -> None:
-        super().__init__(daemon=True)
-        self.queue: queue.Queue[Any] = queue.Queue(2)
-        self.batches = batches
-        self.start()
-
-    def run(self) -> None:
-        for batch in self.batches:
-            self.queue.put(batch)
-        self.queue.put(None)
-
-    def __iter__(self) -> Background:
-        return self
-
-    def __next__(self) -> Any:
-        if (batch := self.queue.get()) is None:
-            raise StopIteration
-        return batch
 
 
 def through(ahead: Any) -> Callable[[Any, Training], None]:
@@ -380,10 +382,11 @@ def nested(state: Any, training: Training) -> None:
 
 
 class Loop(NamedTuple):
-    """A loop, over the batches of one loader or of two."""
+    """A loop, over the batches of one loader or of two, or of one that is made again for each epoch."""
 
     run: Callable[[Any, Training], None]
     has_two: bool = False
+    remakes: bool = False
 
 
 LOOPS = {
@@ -392,11 +395,12 @@ LOOPS = {
     "steps-in-epochs": Loop(steps_in_epochs),
     "bare": Loop(bare),
     "break": Loop(breaks),
+    "remade": Loop(remakes, remakes=True),
     "enumerate": Loop(enumerates),
     "tqdm": Loop(with_a_bar),
     "device": Loop(on_a_device),
     "by-hand": Loop(by_hand),
-    "one-ahead": Loop(through(one_ahead)),
+    "draws-ahead": Loop(through(draws_ahead)),
     "three-ahead": Loop(through(three_ahead)),
     "thread": Loop(through(Background)),
     "first-lines": Loop(first_lines),
