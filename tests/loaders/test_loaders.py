@@ -578,12 +578,12 @@ class Deadly(Images):
     """A dataset two of whose samples kill the worker that loads them, once."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__()
+        super().__init__(length=30)
         self.folder = folder
 
     def __getitem__(self, index: int) -> torch.Tensor:
         marker = self.folder / str(index)
-        if index in (9, 25) and get_worker_info() and not marker.exists():
+        if index in (9, 29) and get_worker_info() and not marker.exists():
             marker.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         return super().__getitem__(index)
@@ -613,7 +613,7 @@ def test_a_run_that_dies_of_a_killed_worker_continues_exactly(
     how = {"num_workers": 2, "persistent_workers": persists}
     training = Training(lambda: {"loader": on(Deadly(tmp_path), **how)}, saving)
 
-    for marker in ("9", "25"):
+    for marker in ("9", "29"):
         # In a process of its own: torch raises in the main thread, wherever that may be.
         run = multiprocessing.get_context("fork").Process(target=unmeasured, args=(training.leg, run_dir))
         run.start(), run.join()

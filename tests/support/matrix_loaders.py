@@ -497,22 +497,23 @@ class StaysAtItsEnd(Resumable):
 class Sticks:
     """Batches that begin where they were put, in every epoch again: Hugging Face's datasets do so."""
 
-    start = at = 0
+    start: Any = None
+    state: Any = None
 
     def __init__(self, noise: Draw) -> None:
         self.noise = noise
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        self.at = self.start
-        while self.at < 6:
-            self.at += 1
-            yield torch.tensor([[self.at / 10, *self.noise()]])
+        self.state = {"at": self.start["at"] if self.start else 0}
+        while self.state["at"] < 6:
+            self.state["at"] += 1
+            yield torch.tensor([[self.state["at"] / 10, *self.noise()]])
 
     def state_dict(self) -> Any:
-        return {"at": self.at}
+        return self.state and dict(self.state)
 
     def load_state_dict(self, state: Any) -> None:
-        self.start = state["at"]
+        self.start = state
 
 
 def function(noise: Draw) -> Callable[[], Iterator[torch.Tensor]]:

@@ -1,0 +1,58 @@
+"""What changes right after a save: it is not in that checkpoint, and it is not lost."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from resumable import ResumableWarning, RunState
+
+LARGE = 4096, 4100
+"""Of a tensor whose image is taken while the training continues."""
+
+pytestmark = pytest.mark.proves("exact")
+
+
+def change_after_save(run_dir: Path) -> None:
+    model = nn.Linear(1, 1)
+    with RunState.load(run_dir, model=model, loader=range(3), every=None) as state:
+        for _ in state.batches():
+            state.save()
+            nn.init.constant_(model.weight, 7)
+            signal.raise_signal(signal.SIGTERM)
+
+
+def test_a_signal_saves_what_has_changed_after_save(run_dir: Path) -> None:
+    with pytest.raises(SystemExit), pytest.warns(ResumableWarning, match=r"model changed after save\(\)"):
+        change_after_save(run_dir)
+
+    RunState.load(run_dir, model=(again := nn.Linear(1, 1)), loader=range(3)).close()
+    assert again.weight.item() == 7
+
+
+@pytest.mark.heavy
+def test_what_is_written_right_after_a_save_is_not_in_it(run_dir: Path) -> None:
+    model = nn.Linear(*LARGE, bias=False)
+    with RunState.load(run_dir, model=model, keep=None) as state:
+        for number in (1, 2, 3):
+            nn.init.constant_(model.weight, number)
+            state.save()
+        for number in (1, 2, 3):
+            state.restore(number, only="model")
+            assert (model.weight == number).all()
+
+
+def test_a_step_right_after_a_save_is_not_in_it(run_dir: Path) -> None:
+    model = nn.Linear(*LARGE, bias=False)
+    nn.init.zeros_(model.weight).grad = torch.ones(LARGE[::-1])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with RunState.load(run_dir, model=model, optimizer=optimizer, every=None) as state:
+        optimizer.step()
+        state.save()
+        optimizer.step()
+        state.restore(1, only="model")
+        assert (model.weight == -1).all()
