@@ -246,9 +246,7 @@ def test_a_curve_that_went_back_continues_with_the_new_values(straight: Training
         assert new[at:] == [(step, pytest.approx(value + 1)) for step, value in old[at:]]
 
 
-def test_a_kill_before_the_first_save_on_the_new_branch_leaves_no_trace_of_it(
-    straight: Training, tmp_path: Path
-) -> None:
+def test_a_kill_before_the_first_save_of_a_branch_leaves_no_trace(straight: Training, tmp_path: Path) -> None:
     training = killed(straight, tmp_path, ("batch", 14))
     training.start("batch", 11, back_to=9, shift=1)
     training.start()

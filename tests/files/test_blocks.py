@@ -798,7 +798,7 @@ def assert_filled(data: bytes, targets: Sequence[Target]) -> None:
 @given(ranges(), sizes, st.sampled_from([Lane, SmallLane]), st.data())
 @example((60, [(0, 60, "memory")]), Sizes(25, 12, 1), Lane, None)
 @example((60, [(0, 0, "take"), (10, 50, "both"), (50, 50, "memory")]), Sizes(10, 3, 3), SmallLane, None)
-def test_every_range_of_a_file_gets_its_bytes_and_the_gaps_are_verified_too(
+def test_every_range_of_a_file_gets_its_bytes_and_gaps_are_verified(
     drawn: tuple[int, list[tuple[int, int, str]]],
     sizes: Sizes,
     lane: type[Lane],

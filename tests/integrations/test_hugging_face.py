@@ -152,7 +152,7 @@ def test_a_dataset_stopped_in_mid_epoch_gives_what_it_would_have_given(
 
 
 @pytest.mark.parametrize(("name", "way"), EXACT)
-def test_a_dataset_stopped_at_an_epochs_edge_gives_what_it_would_have_given(
+def test_a_dataset_stopped_at_an_epochs_edge_gives_the_same(
     run_dir: Path, name: str, way: str | None
 ) -> None:
     expected = uninterrupted(name, way)

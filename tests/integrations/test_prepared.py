@@ -141,7 +141,7 @@ def test_a_loop_that_is_left_leaves_nothing_in_accelerates_list(run_dir: Path) -
     assert training.accelerator.gradient_state.dataloader_references == [None]
 
 
-def test_a_training_whose_loader_was_not_prepared_continues_with_one_that_is(run_dir: Path) -> None:
+def test_a_training_not_prepared_continues_with_a_loader_that_is(run_dir: Path) -> None:
     data = TensorDataset(torch.arange(12))
     with RunState.load(run_dir, loader=DataLoader(data, shuffle=True)) as state:
         for _ in state.epochs(2):

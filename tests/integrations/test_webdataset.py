@@ -163,7 +163,7 @@ def test_a_pipeline_stopped_in_mid_epoch_gives_what_it_would_have_given(
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_pipeline_stopped_at_an_epochs_edge_gives_what_it_would_have_given(
+def test_a_pipeline_stopped_at_an_epochs_edge_gives_the_same(
     run_dir: Path, urls: list[str], name: str
 ) -> None:
     expected = uninterrupted(lambda: KINDS[name](urls))

@@ -313,7 +313,7 @@ def test_one_rank_may_have_a_distributed_sampler_or_none(tmp_path: Path) -> None
     assert [batch for leg in legs for batch in leg[0][0]] == expected[0][0]
 
 
-def test_workers_that_persist_are_let_go_where_an_epoch_was_left_by_a_break(tmp_path: Path) -> None:
+def test_workers_that_persist_are_let_go_after_a_break(tmp_path: Path) -> None:
     given: Any = "never"
     for ranks in (3, 2):
         loader = distributed(ranks, 0, batch_size=4, num_workers=1, persistent_workers=True)
@@ -404,7 +404,7 @@ def loud(ranks: int, rank: int, **how: Any) -> DataLoader[Any]:
 
 
 @pytest.mark.heavy
-def test_workers_of_more_ranks_draw_no_number_twice_and_a_resume_repeats_it(tmp_path: Path) -> None:
+def test_workers_of_more_ranks_draw_no_number_twice_also_resumed(tmp_path: Path) -> None:
     script = Script(tmp_path, loud, batch_size=3, num_workers=1)
     first = [*script.leg(2, 3), *script.leg(4, 1), *script.leg(2, 1)]
     before, rest = script.before, []
@@ -419,7 +419,7 @@ def test_workers_of_more_ranks_draw_no_number_twice_and_a_resume_repeats_it(tmp_
     assert len(set(drawn)) == len(drawn)
 
 
-def test_what_was_drawn_for_batches_that_were_loaded_ahead_is_not_drawn_again(tmp_path: Path) -> None:
+def test_what_was_drawn_for_batches_loaded_ahead_is_not_drawn_again(tmp_path: Path) -> None:
     drawn: list[float] = []
 
     def record() -> list[float]:
@@ -666,7 +666,7 @@ def test_another_sampler_on_as_many_ranks_is_reported_with_what_differs(tmp_path
 @pytest.mark.parametrize(("seed", "epoch"), [(8, 0), (7, 1)])
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.quick(4)
-def test_another_seed_or_epoch_of_the_sampler_is_a_mismatch_that_names_both(
+def test_another_seed_or_epoch_of_the_sampler_is_a_named_mismatch(
     tmp_path: Path, seed: int, epoch: int, workers: int
 ) -> None:
     script = Script(tmp_path, batch_size=4, num_workers=workers)
@@ -694,7 +694,7 @@ class Slow(Images):
 
 
 @pytest.mark.filterwarnings("ignore:in_order=False")
-def test_batches_that_overtook_others_leave_no_rest_to_make_other_batches_of(tmp_path: Path) -> None:
+def test_batches_that_overtook_others_leave_no_rest_to_rebatch(tmp_path: Path) -> None:
     def loader(size: int) -> DataLoader[Any]:
         return DataLoader(Slow(), size, num_workers=2, in_order=False)
 

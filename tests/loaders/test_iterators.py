@@ -294,7 +294,7 @@ class Slow(Numbers):
 
 
 @pytest.mark.heavy
-def test_a_thread_that_waits_for_workers_comes_to_the_end_when_they_are_ended() -> None:
+def test_a_thread_that_waits_for_workers_ends_when_they_are_ended() -> None:
     workers = opened(DataLoader(Slow(), 1, num_workers=1))
     found: list[Any] = []
     # One that would be waited for at the end of the process

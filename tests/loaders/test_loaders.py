@@ -279,7 +279,7 @@ def test_a_stream_that_is_shorter_than_it_was_is_a_mismatch(run_dir: Path) -> No
         ("dataset_length", {"dataset": Images(silence, 31)}),
     ],
 )
-def test_a_loader_that_changed_in_mid_epoch_is_a_mismatch_that_names_what_did(
+def test_a_loader_that_changed_in_mid_epoch_is_a_named_mismatch(
     run_dir: Path, workers: int, field: str, change: dict[str, Any]
 ) -> None:
     old, new = (Training(partial(quiet_loader, num_workers=workers, **how), train) for how in ({}, change))
@@ -293,9 +293,7 @@ def test_a_loader_that_changed_in_mid_epoch_is_a_mismatch_that_names_what_did(
 
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_batch_size_that_is_allowed_to_change_continues_at_the_same_sample(
-    run_dir: Path, workers: int
-) -> None:
+def test_a_batch_size_allowed_to_change_continues_at_the_same_sample(run_dir: Path, workers: int) -> None:
     def of(size: int) -> Training:
         how = {"batch_size": size, "num_workers": workers}
         return Training(lambda: quiet_loader(generator=generator(), **how), train)
@@ -394,7 +392,7 @@ def test_a_loader_that_was_never_given_is_a_usage_error(run_dir: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Got pickle error when attempting to start a worker")
-def test_a_loader_that_cannot_be_sent_to_its_workers_is_an_error_that_says_so(run_dir: Path) -> None:
+def test_a_loader_that_cannot_be_sent_to_its_workers_is_a_clear_error(run_dir: Path) -> None:
     loader = on(Images(), collate_fn=lambda samples: 0, num_workers=1, multiprocessing_context="spawn")
     state = RunState.load(run_dir, loader=loader)
 

@@ -247,7 +247,7 @@ def of_the_module() -> Iterator[float]:
         yield GENERATOR.random()
 
 
-def test_what_is_loaded_once_more_is_reported_with_its_cost_and_a_way_around(
+def test_what_is_loaded_once_more_is_reported_with_its_cost(
     run_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(progress, "_LONG", 0.0)

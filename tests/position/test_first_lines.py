@@ -74,7 +74,7 @@ def test_what_only_the_first_start_runs_is_not_warned_of(run_dir: Path, guard: s
         script.train(epochs)
 
 
-def test_a_setting_that_each_start_makes_again_is_warned_of_where_it_differs(run_dir: Path) -> None:
+def test_a_setting_that_each_start_makes_is_warned_of_if_it_differs(run_dir: Path) -> None:
     def start(epochs: int, rate: float) -> None:
         script = Script(run_dir)
         for group in script.optimizer.param_groups:

@@ -252,7 +252,7 @@ def failed(script: Callable[[Training], None], run_dir: Path) -> str:
         (misses_a_count, "values from the loop are still as they were", "state.mean(loss=loss)"),
     ],
 )
-def test_the_error_that_ends_the_script_says_what_happened_and_what_to_write(
+def test_the_error_that_ends_the_script_says_what_to_write(
     run_dir: Path, script: Callable[[Training], None], cause: str, fix: str
 ) -> None:
     behind(run_dir, epoch=1)

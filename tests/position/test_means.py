@@ -153,9 +153,7 @@ def steps_over_an_iterator(run_dir: Path, stop: int) -> list[float]:
     return found
 
 
-def test_means_over_steps_continue_where_the_iterator_is_made_before_the_loop(
-    run_dir: Path, tmp_path: Path
-) -> None:
+def test_means_over_steps_continue_with_an_iterator_made_before_them(run_dir: Path, tmp_path: Path) -> None:
     straight = steps_over_an_iterator(tmp_path / "straight", 10)
 
     assert [mean for stop in (4, 6, 10) for mean in steps_over_an_iterator(run_dir, stop)] == straight

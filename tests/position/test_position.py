@@ -397,7 +397,7 @@ def test_without_epochs_the_next_loop_is_the_next_epoch(run_dir: Path) -> None:
     assert [found.about.epoch for found in Run(run_dir).checkpoints()] == [4, 5, 6]
 
 
-def test_without_epochs_a_save_in_the_second_loader_does_not_repeat_the_first(run_dir: Path) -> None:
+def test_without_epochs_a_save_in_the_second_loader_repeats_nothing(run_dir: Path) -> None:
     fed = []
     for _ in range(3):
         training = Training(run_dir, {"train": numbers(4, 2), "val": numbers(3, 1)})
@@ -585,9 +585,7 @@ def restoring(run_dir: Path, how: str) -> tuple[list[Counters], Training]:
 
 
 @pytest.mark.parametrize("how", ["go on", "break"])
-def test_a_restore_inside_the_loops_ends_the_batches_and_continues_from_there(
-    run_dir: Path, how: str
-) -> None:
+def test_a_restore_inside_the_loops_continues_from_there(run_dir: Path, how: str) -> None:
     seen, training = restoring(run_dir, how)
 
     assert seen[6:8] == [(2, 0, 6, 20), (2, 1, 7, 24)]
@@ -880,7 +878,7 @@ def test_a_closed_state_does_not_loop(run_dir: Path, loop: Any) -> None:
         list(loop(state))
 
 
-def test_epochs_that_are_left_after_the_batches_continue_with_the_next_epoch(run_dir: Path) -> None:
+def test_epochs_left_after_the_batches_continue_with_the_next_epoch(run_dir: Path) -> None:
     parts = small()
     with RunState.load(run_dir, **parts) as state:
         for _ in range(2):
@@ -919,7 +917,7 @@ def one_ahead(batches: Iterator[Any]) -> Iterator[tuple[Any, bool]]:
     yield waiting, True
 
 
-def test_a_generator_that_is_one_batch_ahead_is_reported_at_the_second_batch(run_dir: Path) -> None:
+def test_a_generator_one_batch_ahead_is_reported_at_the_second_batch(run_dir: Path) -> None:
     training = Training(run_dir)
     ahead = one_ahead(iter(training.state.batches()))
 
@@ -936,7 +934,7 @@ def test_a_list_of_all_batches_is_reported_at_the_first_step(run_dir: Path) -> N
     training.train(batches[1])
 
 
-def test_a_break_after_a_save_in_the_same_body_is_reported_as_the_epoch_ends(run_dir: Path) -> None:
+def test_a_break_after_a_save_in_the_body_is_reported_as_it_ends(run_dir: Path) -> None:
     training = Training(run_dir)
     epochs = training.state.epochs(2)
 

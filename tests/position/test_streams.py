@@ -345,7 +345,7 @@ def test_a_model_that_changes_between_the_loops_of_a_body_is_reported(run_dir: P
                 next(iter(state.batches("b")))
 
 
-def test_draws_between_two_reads_of_a_counter_are_reported_at_the_first_save(run_dir: Path) -> None:
+def test_draws_between_two_reads_of_a_counter_are_reported(run_dir: Path) -> None:
     objects = without_loader()
     with RunState.load(run_dir, **objects) as state:
         print("starting at step", state.step)

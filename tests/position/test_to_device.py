@@ -113,7 +113,7 @@ def moved(batch: Any, device: str = "meta") -> Any:
 
 
 @pytest.mark.parametrize("kind", CONTAINERS)
-def test_a_tensor_is_moved_wherever_it_is_and_its_container_stays_of_its_kind(kind: str) -> None:
+def test_a_tensor_is_moved_wherever_it_is_and_its_container_kept(kind: str) -> None:
     make, look = CONTAINERS[kind]
     batch = make(torch.ones(3))
 
@@ -175,7 +175,7 @@ def test_a_tensor_that_is_twice_in_a_batch_is_one_tensor_afterwards() -> None:
     assert found["a"] is found["b"]
 
 
-def test_tensors_that_a_mapping_makes_at_every_access_are_not_taken_for_one() -> None:
+def test_tensors_that_a_mapping_makes_at_every_access_are_not_one() -> None:
     batch = [Fresh(x=length, y=2 * length) for length in range(50)]
 
     found = moved(batch)

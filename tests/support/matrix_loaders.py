@@ -517,9 +517,13 @@ class Sticks:
 
 
 def function(noise: Draw) -> Callable[[], Iterator[torch.Tensor]]:
+    """Return what makes batches each of which has what was drawn for those before it."""
+
     def batches() -> Iterator[torch.Tensor]:
+        drawn = torch.zeros(3)
         for number in torch.randperm(6):
-            yield torch.tensor([[number / 10, *noise()]])
+            drawn = drawn + torch.tensor(noise())
+            yield torch.cat([number[None] / 10, drawn])[None]
 
     return batches
 

@@ -137,7 +137,7 @@ def _begin(disk: Disk) -> tuple[Training, RunState]:
 
 
 @pytest.mark.quick(3)
-def test_what_the_disk_did_not_take_is_never_flushed_again_nor_reported_durable(disk: Disk) -> None:
+def test_what_the_disk_did_not_take_is_never_reported_durable(disk: Disk) -> None:
     training, state = _begin(disk)
     disk.breaks("pwrite")
 
@@ -196,7 +196,7 @@ def _save_twice(child: Child, run_dir: Path) -> None:
 
 # On some file systems the names are still known, and each checkpoint is told to be skipped
 @pytest.mark.filterwarnings("ignore:.*It is skipped:resumable.ResumableWarning")
-def test_a_disk_that_cannot_be_read_is_named_and_nothing_is_taken_for_a_fresh_start(disk: Disk) -> None:
+def test_a_disk_that_cannot_be_read_is_no_fresh_start(disk: Disk) -> None:
     _begin(disk)[1].close()
     disk.remount()
     disk.breaks("pread")
@@ -211,7 +211,7 @@ def test_a_disk_that_cannot_be_read_is_named_and_nothing_is_taken_for_a_fresh_st
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_disk_that_fails_now_and_then_keeps_all_that_was_reported_durable(
+def test_a_disk_that_fails_at_times_keeps_all_reported_durable(
     tmp_path: Path, kind: str, times: int, tally: Tally
 ) -> None:
     count, bad = 3 * times, []

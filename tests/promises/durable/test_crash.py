@@ -217,7 +217,7 @@ def _kill_at_every_call(folder: Path, scenario: Scenario) -> Iterator[tuple[Outc
     [FIRST_SAVE, NEW_BEST, pytest.param(OLD_BEST_STAYS, marks=pytest.mark.nightly)],
     ids=["first", "new-best", "old-best-stays-direct"],
 )
-def test_a_kill_at_any_disk_call_of_a_save_leaves_the_newest_committed_state(
+def test_a_kill_at_any_disk_call_leaves_the_newest_committed_state(
     tmp_path: Path, scenario: Scenario
 ) -> None:
     folder = _prepare(tmp_path, scenario.steps)
@@ -252,7 +252,7 @@ def test_a_kill_while_threads_write_leaves_the_newest_committed_state(
 
 @pytest.mark.proves("durable")
 @pytest.mark.heavy
-def test_a_kill_while_a_start_removes_debris_leaves_a_run_that_the_next_start_tidies(tmp_path: Path) -> None:
+def test_a_kill_amid_tidying_leaves_a_run_that_the_next_start_tidies(tmp_path: Path) -> None:
     folder = _prepare(tmp_path, CLEANING.steps)
     _litter(folder)
 
@@ -344,7 +344,7 @@ def test_a_disk_call_that_a_save_can_do_without_fails_and_nothing_is_lost(
     assert number > 1
 
 
-def test_what_is_not_trained_is_one_file_in_all_checkpoints_and_pruning_leaves_it_whole(
+def test_what_is_not_trained_is_one_file_that_pruning_leaves_whole(
     tmp_path: Path,
 ) -> None:
     folder = _prepare(tmp_path, 2) / "exp"
@@ -371,7 +371,7 @@ def _told_of_start(run_dir: Path) -> str:
 @pytest.mark.quick(3)
 @pytest.mark.parametrize("name", ["open", "write", "fsync", "close", "mkdir", "replace", "ftruncate"])
 @pytest.mark.sampled(3)
-def test_a_disk_call_that_fails_at_a_start_leaves_nothing_in_the_way_of_the_next(
+def test_a_disk_call_that_fails_at_a_start_does_not_stop_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     failed: list[Any] = [None]

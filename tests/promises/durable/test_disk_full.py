@@ -131,9 +131,7 @@ def _goes_on(disk: Disk, training: Training, keep: int) -> None:
 @pytest.mark.proves("durable")
 @pytest.mark.parametrize("keep", [1, 2])
 @pytest.mark.parametrize("share", [0, 0.1, 0.4, 0.8, 0.97, 0.99, 0.995])
-def test_a_full_disk_costs_the_save_but_not_those_before_it_nor_the_training(
-    disk: Disk, keep: int, share: float
-) -> None:
+def test_a_full_disk_costs_the_save_but_not_those_before_it(disk: Disk, keep: int, share: float) -> None:
     training = Training(disk.run_dir, keep)
     numbers = [training.save(), training.save()]
     disk.fill(leave=int(share * training.size()))

@@ -227,7 +227,7 @@ def _faults(most: dict[str, int], times: int, strides: Sequence[int]) -> Iterato
 @pytest.mark.heavy
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("shard", range(4))
-def test_a_system_call_that_fails_in_a_save_is_reported_and_costs_no_checkpoint(
+def test_a_call_that_fails_in_a_save_costs_no_checkpoint(
     folder: Path, times: int, tally: Tally, shard: int
 ) -> None:
     _prepare(folder)
@@ -302,7 +302,7 @@ def _problems_of_start(fault: Fault, found: Outcome) -> Iterator[str]:
 @pytest.mark.heavy
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("shard", range(2))
-def test_a_system_call_that_fails_at_a_start_is_reported_and_the_next_start_continues(
+def test_a_call_that_fails_at_a_start_is_reported_and_the_next_continues(
     folder: Path, times: int, tally: Tally, shard: int
 ) -> None:
     _prepare(folder)

@@ -89,7 +89,7 @@ def test_saves_and_prunes_that_are_killed_lose_nothing(
     _kill(Chain(tmp_path / "exp", keep), count, 0, minimums, tally)
 
 
-def test_starts_that_are_killed_amid_what_killed_saves_have_left_lose_nothing(
+def test_starts_killed_amid_what_killed_saves_left_lose_nothing(
     tmp_path: Path, tally: Tally, times: int
 ) -> None:
     count = 175 * times
@@ -126,7 +126,7 @@ def _push(run_dir: Path, folder: Path, tell: Tell) -> None:
 
 
 @pytest.mark.proves("local first")
-def test_what_is_listed_in_a_remote_copy_is_whole_whenever_a_push_is_killed(
+def test_what_a_remote_lists_is_whole_whenever_a_push_is_killed(
     memory: Path, tally: Tally, times: int
 ) -> None:
     run_dir, folder = _run_of(memory / "exp", 2), memory / "copy"

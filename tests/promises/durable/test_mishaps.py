@@ -97,7 +97,7 @@ def test_what_stands_in_the_place_of_a_folder_is_named_and_left_alone(
 
 
 @pytest.mark.parametrize("do", [_delete, _move])
-def test_a_run_that_is_gone_is_reported_and_the_training_continues_in_a_new_one(
+def test_a_run_that_is_gone_is_reported_and_a_new_one_begun(
     begun: tuple[Training, RunState], run_dir: Path, do: Callable[[Path], None]
 ) -> None:
     training, state = begun
@@ -113,7 +113,7 @@ def test_a_run_that_is_gone_is_reported_and_the_training_continues_in_a_new_one(
     assert_goes_on(_elsewhere(run_dir), 2) if do is _move else None
 
 
-def test_checkpoints_that_are_deleted_are_missed_only_where_they_are_asked_for(
+def test_deleted_checkpoints_are_missed_only_where_they_are_asked_for(
     begun: tuple[Training, RunState], run_dir: Path
 ) -> None:
     training, state = begun
@@ -130,7 +130,7 @@ def test_checkpoints_that_are_deleted_are_missed_only_where_they_are_asked_for(
     assert_all_verify(Run(run_dir))
 
 
-def test_a_lock_whose_disk_does_not_answer_is_not_taken_for_one_that_was_moved(tmp_path: Path) -> None:
+def test_a_lock_whose_disk_does_not_answer_has_not_been_moved(tmp_path: Path) -> None:
     (folder := tmp_path / "exp").mkdir()
     held = Lock(folder / ".lock")
     _put_a_link_to_itself_in_place(folder)
@@ -172,7 +172,7 @@ def _hold(child: Child, run_dir: Path) -> None:
     child.tell(state.run.numbers())
 
 
-def test_a_disk_that_is_unmounted_in_mid_run_is_reported_and_holds_what_it_held(tmp_path: Path) -> None:
+def test_a_disk_unmounted_in_mid_run_is_reported_and_loses_nothing(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
     with _mounted("-t", "tmpfs", "-o", "size=9m", "tmpfs", str(disk)):
@@ -202,7 +202,7 @@ class _mounted:  # noqa: N801 (a context manager)
         subprocess.run(["umount", "--lazy", self._options[-1]], check=True)
 
 
-def test_a_run_on_a_disk_that_is_read_only_is_refused_by_name_and_can_still_be_read(tmp_path: Path) -> None:
+def test_a_run_on_a_read_only_disk_is_refused_and_can_be_read(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
     with _mounted("-t", "tmpfs", "-o", "size=9m", "tmpfs", str(disk)):
@@ -346,7 +346,7 @@ def _within_limits(
 
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("does_load", [False, True])
-def test_a_limit_of_open_files_is_reported_and_costs_nothing_that_was_saved(
+def test_a_limit_of_open_files_is_reported_and_costs_no_checkpoint(
     tmp_path: Path, tally: Tally, does_load: bool
 ) -> None:
     found = [*_within_limits(tmp_path, resource.RLIMIT_NOFILE, range(99), does_load, errno.EMFILE)]
@@ -400,7 +400,7 @@ def _train_until_killed(child: Child, run_dir: Path, group: Path, megabytes: int
 
 @pytest.mark.parametrize("megabytes", [4, 5, 7, 9, 13, 30])
 @pytest.mark.quick(3)
-def test_a_training_that_is_killed_for_its_memory_continues_from_the_newest_save(
+def test_a_training_killed_for_its_memory_continues_from_the_newest(
     run_dir: Path, little_memory: Path, tally: Tally, megabytes: int
 ) -> None:
     uninterrupted()

@@ -92,7 +92,7 @@ def test_a_training_that_is_killed_again_and_again_ends_with_the_same_bits(
 
 
 @pytest.mark.parametrize("seed", [4, 5])
-def test_a_script_that_is_killed_and_started_with_the_same_command_ends_with_the_same_bits(
+def test_a_script_killed_and_started_again_ends_with_the_same_bits(
     tmp_path: Path, tally: Tally, seed: int
 ) -> None:
     environment.attempt()

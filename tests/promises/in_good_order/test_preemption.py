@@ -378,9 +378,7 @@ def test_metrics_are_those_that_were_given_last(run_dir: Path, training: Trainin
 
 
 @pytest.mark.parametrize("shape", ["another loader", "steps"])
-def test_automatic_saves_in_epochs_without_a_loader_of_the_run_continue_bit_for_bit(
-    run_dir: Path, shape: str
-) -> None:
+def test_automatic_saves_in_epochs_without_a_loader_are_exact(run_dir: Path, shape: str) -> None:
     def run_once(path: Path, **options: Any) -> tuple[list[float], int]:
         torch.manual_seed(3)
         training = Training()
@@ -401,9 +399,7 @@ def test_automatic_saves_in_epochs_without_a_loader_of_the_run_continue_bit_for_
         assert run_once(run_dir / f"{number}", resume=found.path) == whole
 
 
-def test_a_signal_is_acted_on_though_the_second_loaders_iterator_was_made_first(
-    run_dir: Path, training: Training
-) -> None:
+def test_a_signal_is_acted_on_whichever_iterator_was_made_first(run_dir: Path, training: Training) -> None:
     loaders = {"real": DataLoader(range(8)), "noise": DataLoader(range(8))}
     with training.load(run_dir, loader=loaders, on_preempt="raise") as state, contextlib.suppress(Preempted):
         for _ in state.epochs(1):
@@ -417,7 +413,7 @@ def test_a_signal_is_acted_on_though_the_second_loaders_iterator_was_made_first(
     assert Run(run_dir).checkpoints()[-1].about.batch == 3
 
 
-def test_a_batch_for_which_only_the_second_optimizer_stepped_is_not_trained_twice(run_dir: Path) -> None:
+def test_a_batch_that_only_one_optimizer_stepped_for_is_trained_once(run_dir: Path) -> None:
     models = {name: nn.Linear(1, 1) for name in ("generator", "critic")}
     optimizers = {name: torch.optim.SGD(model.parameters(), lr=0.1) for name, model in models.items()}
     seen = []
@@ -451,9 +447,7 @@ def test_ctrl_c_that_was_acted_on_is_not_the_first_of_two(run_dir: Path, trainin
 
 
 @pytest.mark.filterwarnings("ignore:next.. took")
-def test_an_iterator_that_the_script_keeps_notes_no_signals_after_the_loops(
-    run_dir: Path, training: Training
-) -> None:
+def test_an_iterator_that_is_kept_notes_no_signals_after_the_loops(run_dir: Path, training: Training) -> None:
     before = signal.getsignal(signal.SIGTERM)
     with training.load(run_dir, loader=DataLoader(range(8))) as state:
         for _ in state.epochs(2):
@@ -487,9 +481,7 @@ def _fit(run_dir: Path, at: int | None, left: RunState | None = None) -> dict[st
 
 @pytest.mark.quick(3)
 @pytest.mark.parametrize("steps", [(2, 6), (3, 7), (4, 8)], ids=["middle", "last but one", "epoch's end"])
-def test_a_training_is_saved_though_another_one_that_was_left_ends_in_its_loop(
-    tmp_path: Path, steps: tuple[int, int]
-) -> None:
+def test_a_training_is_saved_though_another_ends_in_its_loop(tmp_path: Path, steps: tuple[int, int]) -> None:
     for at in steps:
         # A loop that an error has left in a notebook, say.
         left = RunState.load(tmp_path / f"left at {at}", model=nn.Linear(1, 1))

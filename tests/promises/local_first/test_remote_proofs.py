@@ -156,7 +156,7 @@ def forked(run_dir: Path, options: dict[str, Any], kill_after: float | None) -> 
 @pytest.mark.parametrize(
     "seed", [0, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(1, SEEDS))]
 )
-def test_whenever_pushing_is_killed_what_is_listed_is_complete_and_the_next_start_finishes(
+def test_a_killed_push_lists_only_what_is_complete_and_is_finished_later(
     shelf: Shelf, tmp_path: Path, seed: int
 ) -> None:
     import s3fs  # noqa: F401
@@ -199,7 +199,7 @@ def test_whenever_pushing_is_killed_what_is_listed_is_complete_and_the_next_star
 
 @pytest.mark.proves("local first")
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.nightly)])
-def test_over_a_line_that_breaks_three_of_ten_requests_all_checkpoints_arrive(
+def test_all_checkpoints_arrive_though_three_of_ten_requests_fail(
     proxied_s3: ProxiedS3, shelf: Shelf, tmp_path: Path, seed: int
 ) -> None:
     torch.manual_seed(seed)

@@ -245,7 +245,7 @@ def test_what_lies_there_twice_harms_nothing_and_what_is_missing_is_named(tmp_pa
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("shard", range(SHARDS))
-def test_a_training_that_is_refused_a_damaged_checkpoint_is_as_it_was_and_the_one_before_is_used_loudly(
+def test_a_refused_damaged_checkpoint_changes_nothing_and_is_reported(
     run_dir: Path, tally: Tally, times: int, shard: int
 ) -> None:
     training, state = tiny.load(run_dir, keep=3)
@@ -363,7 +363,7 @@ _open = os.open
 
 @pytest.mark.parametrize("change", [rewriting, replacing, truncating, extending])
 @pytest.mark.quick(4)
-def test_a_file_that_changes_between_any_two_system_calls_of_a_load_is_never_mixed_in(
+def test_a_file_that_changes_amid_a_load_is_never_mixed_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tally: Tally, change: Callable[[Path, bytes], None]
 ) -> None:
     found, other = (saved(tmp_path / "checkpoints", number) for number in (1, 2))
@@ -457,7 +457,7 @@ def test_a_load_that_races_with_a_writer_gets_what_was_saved_or_an_error(
 
 
 @pytest.mark.parametrize("change", [rewriting, truncating, lambda path, _: os.truncate(path, 0)])
-def test_what_happens_to_a_file_after_a_load_does_not_reach_what_was_loaded(
+def test_what_happens_to_a_file_after_a_load_changes_nothing_loaded(
     tmp_path: Path, change: Callable[[Path, bytes], None]
 ) -> None:
     found, other = (saved(tmp_path / "checkpoints", number) for number in (1, 2))
@@ -483,7 +483,7 @@ def test_no_file_of_a_checkpoint_is_mapped_into_memory(run_dir: Path) -> None:
         assert again.step == 1
 
 
-def test_a_manifest_is_parsed_from_the_bytes_that_its_checksum_was_checked_on(
+def test_a_manifest_is_parsed_from_the_bytes_that_were_verified(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found, other = (saved(tmp_path / "checkpoints", number) for number in (1, 2))

@@ -73,7 +73,7 @@ KINDS = [
     not importlib.util.find_spec("atheris"), reason="needs atheris, which has wheels for Linux on x86-64"
 )
 @pytest.mark.parametrize("target", RUNS)
-def test_whatever_a_fuzzer_makes_is_a_value_or_an_error_that_says_what_is_wrong(
+def test_whatever_a_fuzzer_makes_is_a_value_or_an_explained_error(
     run_dir: Path, tmp_path: Path, tally: Tally, times: int, target: str
 ) -> None:
     corpus, runs = tmp_path / "corpus", RUNS[target] * times

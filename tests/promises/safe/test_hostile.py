@@ -167,7 +167,7 @@ def touched(line: Line) -> list[str]:
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: /proc, RLIMIT_AS, pipes and devices")
 @pytest.mark.parametrize("shard", range(SHARDS))
-def test_a_malicious_checkpoint_is_refused_by_name_and_nothing_else_is_touched(
+def test_a_malicious_checkpoint_is_refused_and_nothing_is_touched(
     template: Path, tmp_path: Path, tally: Tally, times: int, shard: int
 ) -> None:
     cases = dict(itertools.islice(build.cases(is_all=times > 1).items(), shard, None, SHARDS))
@@ -227,14 +227,14 @@ NESTED = "[" * 900 + "]" * 900
     ],
 )
 @pytest.mark.parametrize("part", [1, 2, 3, 7, 1 << 18])
-def test_lists_objects_and_keys_are_counted_wherever_a_part_of_the_text_ends(
+def test_lists_objects_and_keys_are_counted_wherever_a_part_ends(
     monkeypatch: pytest.MonkeyPatch, text: str, count: int, part: int
 ) -> None:
     monkeypatch.setattr(strict_json, "_PART", part)
     assert [strict_json.is_more_than(most, text) for most in (count, count - 1)] == [False, True]
 
 
-def test_a_text_of_more_pieces_than_are_read_is_refused_before_it_takes_memory() -> None:
+def test_a_text_of_too_many_pieces_is_refused_before_it_takes_memory() -> None:
     text = b"[" + b"[]," * 2_000_000 + b"1]"
     with pytest.raises(ValueError, match="more than 1,000,000 lists, objects and keys"):
         strict_json.unseal(b'{"checksum": "' + strict_json._first_line(text)[14:46] + b'",' + text)
@@ -288,7 +288,7 @@ def test_what_is_no_file_is_not_taken_for_a_lock(tmp_path: Path, make: Any) -> N
     assert not (tmp_path / "new").exists()
 
 
-def test_a_lock_that_is_another_file_of_another_program_is_held_and_left_as_it_is(tmp_path: Path) -> None:
+def test_a_lock_that_is_another_programs_file_is_left_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "theirs").write_text("a thesis")
     os.link(tmp_path / "theirs", tmp_path / ".lock")
 

@@ -77,9 +77,7 @@ print("seen", sum(event == "open" for event, _ in events))
 
 
 @pytest.mark.proves("safe")
-def test_saving_and_loading_unpickle_nothing_and_open_nothing_outside_the_run(
-    forks: Forks, tmp_path: Path
-) -> None:
+def test_saving_and_loading_unpickle_nothing_and_stay_in_the_run(forks: Forks, tmp_path: Path) -> None:
     printed = forks.run(["-c", SCRIPT, tmp_path / "exp"], tmp_path).checked().out
 
     assert "FORBIDDEN" not in printed, printed

@@ -110,7 +110,7 @@ def test_an_older_checkpoint_is_never_looked_for_in_its_place(run: Run) -> None:
         load(run.path, expect=run.open(1).pin())
 
 
-def test_an_older_one_may_stand_in_for_a_damaged_one_only_if_it_is_the_expected_one(run: Run) -> None:
+def test_an_older_one_stands_in_for_a_damaged_one_only_if_expected(run: Run) -> None:
     expect = run.open(1).pin()
     (run.open(2).path / "state.json").write_bytes(b"{}")
 
@@ -156,9 +156,7 @@ def start_mine(mine: Path, theirs: Checkpoint, expect: str) -> bytes:
         return training.digest()
 
 
-def test_a_run_of_ones_own_continues_from_anothers_checkpoint_and_then_from_its_own(
-    run: Run, tmp_path: Path
-) -> None:
+def test_a_run_continues_from_anothers_checkpoint_and_then_its_own(run: Run, tmp_path: Path) -> None:
     mine, theirs = tmp_path / "mine", run.open(2)
 
     steps = [start_mine(mine, theirs, theirs.pin()) for _ in range(3)]
@@ -169,7 +167,7 @@ def test_a_run_of_ones_own_continues_from_anothers_checkpoint_and_then_from_its_
     assert run.numbers() == [1, 2]
 
 
-def test_a_restore_leaves_everything_as_it_was_where_the_content_is_another(run: Run, tmp_path: Path) -> None:
+def test_a_restore_of_other_content_leaves_everything_as_it_was(run: Run, tmp_path: Path) -> None:
     training, state = load(tmp_path / "mine")
 
     with state:
@@ -284,9 +282,7 @@ def start(rank: int, run_dir: Path, expect: str | None) -> tuple[int, bytes]:
 
 
 @pytest.mark.heavy
-def test_all_processes_continue_from_the_expected_content_and_none_from_another(
-    run_dir: Path, tmp_path: Path
-) -> None:
+def test_all_processes_continue_from_the_expected_content_only(run_dir: Path, tmp_path: Path) -> None:
     def begin(expect: str | None) -> list[gloo.Ended]:
         return gloo.run(2, start, run_dir, expect, folder=tmp_path / "group")
 
