@@ -290,6 +290,7 @@ def test_a_pipe_gets_every_metric(wide: Path, capsys: Captured) -> None:
 
 
 @pytest.mark.parametrize(("answer", "left"), [("y\n", 1), ("n\n", 3), ("\n", 3), ("\x04", 3)])
+@pytest.mark.quick(2)
 def test_prune_asks_on_a_terminal_and_shows_what_goes(runs: Path, answer: str, left: int) -> None:
     command = [sys.executable, "-m", "resumable", "prune", "runs/exp", "--keep", "1"]
 

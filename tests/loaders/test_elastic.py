@@ -272,7 +272,7 @@ KINDS: dict[str, Make] = {
 }
 
 
-@pytest.mark.quick(8)
+@pytest.mark.quick(16)
 @pytest.mark.parametrize(
     ("kind", "workers"),
     [*((kind, 0) for kind in KINDS), ("shuffled", 2), ("own generator", 2), ("torchdata", 2)],
@@ -331,7 +331,7 @@ def test_workers_that_persist_are_let_go_after_a_break(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("persists", [False, True])
 @pytest.mark.parametrize("stop", [(0, -1), (0, "end"), (1, 0), (1, 1), (1, -1)])
-@pytest.mark.quick(8)
+@pytest.mark.quick(10)
 def test_the_number_may_change_wherever_the_run_stops(tmp_path: Path, stop: Any, persists: bool) -> None:
     script = Script(tmp_path, batch_size=4, num_workers=1, persistent_workers=persists)
     legs = [script.leg(4, stop), script.leg(3)]

@@ -266,7 +266,7 @@ def test_a_stream_that_is_shorter_than_it_was_is_a_mismatch(run_dir: Path) -> No
         short.leg(run_dir)
 
 
-@pytest.mark.quick(8)
+@pytest.mark.quick(10)
 @pytest.mark.proves("never a silent change")
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize(

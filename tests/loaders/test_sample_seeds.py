@@ -97,7 +97,7 @@ def chain(run_dir: Path, workers: Iterable[int], stops: Iterable[int | None], **
     return [sample for seed, (n, stop) in legs for sample in leg(run_dir, n, stop, seed, **options)]
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(4)
 @pytest.mark.parametrize(("workers", "persists"), [(1, True), (3, False)])
 @pytest.mark.parametrize("dataset", [Images(), ByTheBatch()])
 def test_a_sample_is_the_same_whoever_loads_it(

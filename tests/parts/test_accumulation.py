@@ -44,7 +44,7 @@ def two_rates(run_dir: Path, stop: int | None) -> list[torch.Tensor]:
     return [*table.parameters(), *layer.parameters()]
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("first", [1, 2, 5, 6, 9])
 def test_each_optimizer_has_a_window_of_its_own_also_for_sparse_gradients(run_dir: Path, first: int) -> None:
     expected = two_rates(run_dir / "straight", None)

@@ -214,7 +214,7 @@ def chain(
 
 @pytest.mark.parametrize("stops", [[], [4, "end", 7, 11], [6, 12]])
 @pytest.mark.parametrize("name", LOOPS)
-@pytest.mark.quick(18)
+@pytest.mark.quick(36)
 def test_what_was_only_loaded_ahead_is_not_counted(run_dir: Path, name: str, stops: list[Any]) -> None:
     if name.startswith("around"):  # where a step belongs to no batch that is known
         stops = [stop for stop in stops if stop not in (6, 12)]
@@ -222,7 +222,7 @@ def test_what_was_only_loaded_ahead_is_not_counted(run_dir: Path, name: str, sto
     assert chain(run_dir, LOOPS[name], 2, stops) == uninterrupted(2)
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("name", ["plain", "one ahead", "list", "around: one ahead"])
 def test_what_was_loaded_ahead_in_process_is_loaded_again(run_dir: Path, tmp_path: Path, name: str) -> None:
     # What is loaded ahead in this process draws before the training does, with us as without us

@@ -226,6 +226,7 @@ def test_the_next_push_sends_only_what_had_not_arrived(
 
 
 @ALL
+@pytest.mark.quick(2)
 def test_another_content_of_the_same_name_and_size_is_replaced(
     run: Run, remote: Remote, tmp_path: Path
 ) -> None:
@@ -237,6 +238,7 @@ def test_another_content_of_the_same_name_and_size_is_replaced(
 
 
 @ALL
+@pytest.mark.quick(2)
 def test_what_a_push_of_another_content_has_begun_is_replaced(
     run: Run, remote: Remote, tmp_path: Path
 ) -> None:
@@ -371,6 +373,7 @@ def test_a_manifest_that_is_not_as_it_was_written_does_not_stay(
 
 
 @ALL
+@pytest.mark.quick(2)
 def test_a_remote_is_that_of_the_run_that_claims_it_first(remote: Remote) -> None:
     assert remote.run_id() is None
     remote.claim("a1b2")

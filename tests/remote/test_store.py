@@ -186,6 +186,7 @@ def test_what_is_removed_is_gone_and_so_is_its_folder(there: Store) -> None:
 
 
 @ALL
+@pytest.mark.quick(2)
 def test_what_is_missing_where_it_has_to_be_is_an_error(there: Store) -> None:
     with pytest.raises(RemoteError, match=r"a/file cannot be read: ") as raised:
         there.read_range("a/file", 0, 3)

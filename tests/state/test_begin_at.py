@@ -147,7 +147,7 @@ KINDS = ["sampler", "generator", "global", "seeded each epoch", "iterable", "str
 @pytest.mark.parametrize("stops", [(), (1, 2), (0, 4)], ids=str)
 @pytest.mark.parametrize("at", PLACES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.quick(20)
+@pytest.mark.quick(40)
 def test_what_an_old_script_began_ends_with_its_bits(
     kind: str, at: tuple[int, int], stops: tuple[int, ...], run_dir: Path
 ) -> None:
