@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import chosen
-import compiled
 import counted
 import pytest
 from counted import tally, times  # noqa: F401 (pytest finds fixtures here)
@@ -74,7 +73,6 @@ def pytest_configure(config: pytest.Config) -> None:
     chosen.begin(config)
     config.option.times = config.option.times or (3 if config.option.nightly else 1)
     if work := getattr(config, "workerinput", None):
-        compiled.share(config, int(work["workerid"][2:]), work["workercount"])
         WARM.join(work["forks"])
     # What only hands out the tests to others need not import torch.
     if not config.getoption("numprocesses", 0):
