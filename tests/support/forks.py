@@ -4,6 +4,7 @@ A fork begins in milliseconds where `python script.py` takes seconds, and is oth
 its own: it has its folder, environment, arguments, `__main__`, output, signals, exit handlers and exit code.
 What differs: Python and torch have read some settings as the server began (the order of sets, the number of
 threads), and the server's modules are there, and are not taken apart at the end. Tests of these start Python.
+The workers that torchrun starts are forks too, and children of torchrun as its own would be.
 
 Output is written line by line, as to a terminal: a process that is killed loses no line.
 """
