@@ -47,7 +47,7 @@ def test_a_call_in_which_nothing_moves_is_given_up() -> None:
         finally:
             ended.set()
 
-    call, began = Call(in_thread(move), counted), time.monotonic()
+    began, call = time.monotonic(), Call(in_thread(move), counted)
     with pytest.raises(TimeoutError, match=r"nothing has moved for 0\.2 s"):
         call.wait(PATIENCE)
     assert time.monotonic() - began >= PATIENCE * 0.9

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import signal
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from resumable import ResumableWarning, RunState
+from resumable.files import large_files
 
 LARGE = 4096, 4100
 """Of a tensor whose image is taken while the training continues."""
@@ -35,8 +38,16 @@ def test_a_signal_saves_what_has_changed_after_save(run_dir: Path) -> None:
 
 
 @pytest.mark.heavy
-def test_what_is_written_right_after_a_save_is_not_in_it(run_dir: Path) -> None:
-    model = nn.Linear(*LARGE, bias=False)
+def test_what_is_written_right_after_a_save_is_not_in_it(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, write, late = nn.Linear(*LARGE, bias=False), large_files._write_at, iter([0.5])
+
+    def write_late(*block: Any) -> None:
+        time.sleep(next(late, 0))  # The next save begins before this one is on the disk
+        write(*block)
+
+    monkeypatch.setattr(large_files, "_write_at", write_late)
     with RunState.load(run_dir, model=model, keep=None) as state:
         for number in (1, 2, 3):
             nn.init.constant_(model.weight, number)
