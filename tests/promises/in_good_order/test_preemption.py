@@ -324,7 +324,7 @@ def test_a_signal_during_an_error_does_not_hide_the_error(run_dir: Path, trainin
 def test_the_limit_of_time_is_left_before(
     run_dir: Path, training: Training, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with training.load(run_dir, max_time=1) as state, pytest.raises(SystemExit, match="143"):
+    with training.load(run_dir, max_time=30) as state, pytest.raises(SystemExit, match="143"):
         training.train(state)
 
     assert "max_time: " in capsys.readouterr().out
