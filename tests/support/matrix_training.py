@@ -376,6 +376,17 @@ def beside(state: Any, training: Training) -> None:
         training.note("end")
 
 
+def kept(state: Any, training: Training) -> None:
+    others = iter(state.batches("b"))
+    for _ in state.epochs(EPOCHS):
+        for batch in state.batches("a"):
+            if (other := next(others, None)) is None:
+                others = iter(state.batches("b"))
+                other = next(others)
+            training.train(batch, other)
+        training.note("end")
+
+
 def nested(state: Any, training: Training) -> None:
     for batch in state.batches("a"):
         training.train(batch, *state.batches("b"))
@@ -410,5 +421,6 @@ LOOPS = {
     "validation": Loop(validates, has_two=True),
     "zip": Loop(zips, has_two=True),
     "beside": Loop(beside, has_two=True),
+    "kept": Loop(kept, has_two=True),
     "nested": Loop(nested, has_two=True),
 }
