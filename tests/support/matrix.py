@@ -87,8 +87,9 @@ class Case(NamedTuple):
             (self.loader in KEEP_THEIR_PLACE or self.loop == "remade")
             and self.noise in ("own", "nested", "late", "module"),
             self.loader == "endless" and self.loop != "break",
-            self.loader == "iterator" and self.loop not in ("break", "remade"),
-            self.loop == "remade" and self.loader not in ("list", "function", "iterator"),
+            self.loader == "iterator" and self.loop != "break",
+            self.loader == "remade-iterator" and self.loop != "remade",
+            self.loop == "remade" and self.loader not in ("list", "function", "remade-iterator"),
             # In a thread it draws whenever it likes
             self.loop == "thread" and (is_in_process or self.family not in ("order", "own-order")),
             # Plain PyTorch differs from run to run: the worker that ends first decides how far others are
@@ -157,7 +158,6 @@ def chosen() -> list[Case]:
         for values in itertools.product(AXES.get(one, FAMILIES), AXES[other]):
             if (one, other, *values) in met:
                 continue
-            # Dice of their own: another value elsewhere in the table leaves the other cases as they are
             dice = random.Random(f"{one} {other} {values}")
             if fit := fitting(dice, dict(zip((one, other), values, strict=True))):
                 found.append(max(fit, key=lambda case: len(pairs(case) - met)))

@@ -692,6 +692,7 @@ FAMILIES: dict[str, dict[str, Make]] = {
     "plain": {
         "list": lambda n: [*torch.arange(24.0).reshape(6, 1, 4) / 10],
         "iterator": iterator,
+        "remade-iterator": iterator,
         "function": function,
         "function-generator": with_a_generator,
         "iterable": Permuted,
