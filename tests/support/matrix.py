@@ -105,7 +105,7 @@ class Case(NamedTuple):
         if self.workers or self.loop not in ("draws-ahead", "three-ahead"):
             return True
         drawn = DRAWN["all-three" if self.loop == "draws-ahead" else self.noise]
-        return self.loader != "counting" and not drawn & LATE.get(self.loader, set())
+        return "counting" not in self.loader and not drawn & LATE.get(self.loader, set())
 
     @property
     def crew(self) -> str:
