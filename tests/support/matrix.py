@@ -23,7 +23,7 @@ STOPS: dict[str, Callable[[Lap, Lap], list[int]]] = {
     "first-next-end": lambda a, b: [a[0], a[1], a[-1]],
     "last-end-first": lambda a, b: [a[-2], a[-1], b[0]],
     "end-first-mid": lambda a, b: [a[-1], b[0], b[len(b) // 2]],
-    "mid-end-end": lambda a, b: [a[len(a) // 2], a[-1], b[-1]],
+    "mid-first-end": lambda a, b: [a[len(a) // 2], b[0], b[-1]],
     "mid-unsaved-last": lambda a, b: [a[len(a) // 2 - 1], -a[len(a) // 2], b[-2]],
     "everywhere": lambda a, b: [*range(1, b[-1] + 1)],
 }
@@ -146,14 +146,17 @@ MEET = [
 """Each value of the one meets each value of the other in a case, if there is one that makes sense."""
 
 
+# Only there a life has batches that were thrown away, and is killed before each worker has had its turn
+PINNED = Case("shuffle", 2, True, "all-three", "break", 1, "mid-first-end")
+
+
 def pairs(case: Case) -> set[tuple[Any, ...]]:
     return {(*two, *(getattr(case, axis) for axis in two)) for two in MEET}
 
 
 def chosen() -> list[Case]:
     """Return few cases in which all meets that can meet: always the same ones."""
-    found: list[Case] = []
-    met: set[tuple[Any, ...]] = set()
+    found, met = [PINNED], pairs(PINNED)
     for one, other in MEET:
         for values in itertools.product(AXES.get(one, FAMILIES), AXES[other]):
             if (one, other, *values) in met:
