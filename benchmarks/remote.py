@@ -260,7 +260,7 @@ def _steps_without(server: Any, place: Place, rounds: int, folder: Path, result:
 
     def turn(is_remote: bool) -> tuple[float, float]:
         path = folder / "steps"
-        with servers.proxied(server) as proxied:
+        with servers.proxy_program(server) as program, servers.proxied(server, program) as proxied:
             options = proxied.options()
             given = Place(path, f"{place.url}/gone", options).remote if is_remote else {}
             with Apart(_train, path, given) as apart:

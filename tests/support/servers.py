@@ -350,21 +350,35 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3]:
         yield server
 
 
-@pytest.fixture(scope="session")
-def proxies(s3: S3) -> Iterator[subprocess.Popen[str]]:
-    """The program of the proxies in front of the S3 server."""
+@contextlib.contextmanager
+def proxy_program(s3: S3) -> Iterator[subprocess.Popen[str]]:
+    """Run the program of the proxies in front of an S3 server."""
     command = [sys.executable, "-ES", Path(__file__).with_name("proxy_program.py"), s3.port]
     with start(*command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         yield process
         process.kill()
 
 
-@pytest.fixture
-def proxied_s3(s3: S3, proxies: subprocess.Popen[str]) -> Iterator[ProxiedS3]:
-    """The S3 server through a fresh proxy."""
+@contextlib.contextmanager
+def proxied(s3: S3, proxies: subprocess.Popen[str]) -> Iterator[ProxiedS3]:
+    """Give the S3 server through a fresh proxy of that program."""
     proxy = Proxy(proxies)
     yield ProxiedS3(f"http://127.0.0.1:{proxy.port}", s3.key, s3.secret, s3.endpoint, proxy=proxy)
     proxy.end()
+
+
+@pytest.fixture(scope="session")
+def proxies(s3: S3) -> Iterator[subprocess.Popen[str]]:
+    """The program of the proxies in front of the S3 server."""
+    with proxy_program(s3) as process:
+        yield process
+
+
+@pytest.fixture
+def proxied_s3(s3: S3, proxies: subprocess.Popen[str]) -> Iterator[ProxiedS3]:
+    """The S3 server through a fresh proxy."""
+    with proxied(s3, proxies) as found:
+        yield found
 
 
 @pytest.fixture(scope="session")
