@@ -73,7 +73,7 @@ def pytest_configure(config: pytest.Config) -> None:
     chosen.begin(config)
     config.option.times = config.option.times or (3 if config.option.nightly else 1)
     if work := getattr(config, "workerinput", None):
-        WARM.join(work["forks"])
+        WARM.join(work.get("forks", ""))
     # What only hands out the tests to others need not import torch.
     if not config.getoption("numprocesses", 0):
         _prepare()
@@ -81,7 +81,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    node.workerinput["forks"] = WARM.share()
+    if sys.platform == "linux":
+        node.workerinput["forks"] = WARM.share()
 
 
 def _prepare() -> None:
@@ -97,7 +98,9 @@ def _prepare() -> None:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     is_quick = config.option.markexpr == chosen.QUICK and collection_path.name.startswith("test_")
-    return (is_quick and collection_path.is_file() and chosen.is_slow(collection_path)) or None
+    return (
+        is_quick and collection_path.is_file() and chosen.is_slow(collection_path, config.rootpath)
+    ) or None
 
 
 @pytest.hookimpl(tryfirst=True)  # -m leaves out what is nightly right after

@@ -38,10 +38,12 @@ def begin(config: pytest.Config) -> None:
         config.option.markexpr = "not nightly and not cuda"
 
 
-def is_slow(file: Path) -> bool:
+def is_slow(file: Path, root: Path) -> bool:
     """Whether a mark of a file leaves all its tests out of the quick part: it need not even be imported."""
     marks = r"^pytestmark = \[?\s*pytest\.mark\.(heavy|nightly|cuda)\b"
-    return "integrations" in file.parts or bool(re.search(marks, file.read_text(), re.MULTILINE))
+    return "integrations" in file.relative_to(root).parts or bool(
+        re.search(marks, file.read_text(), re.MULTILINE)
+    )
 
 
 def dice() -> random.Random:
@@ -58,7 +60,7 @@ def sample(items: list[pytest.Item], seed: int) -> None:
     seed, and make the others nightly. The quick part is the same every day, so that coverage is too.
     """
     for item in items:
-        if "integrations" in item.path.parts:
+        if "integrations" in item.path.relative_to(item.config.rootpath).parts:
             item.add_marker("heavy")
     # What takes longest begins first: at the end one process would work, and the others wait.
     items.sort(key=lambda item: ("test_remote_proofs" not in item.nodeid, "promises" not in item.path.parts))

@@ -13,6 +13,7 @@ import select
 import selectors
 import signal
 import socket
+import struct
 import sys
 import time
 import types
@@ -34,7 +35,12 @@ class _Served:
         self.pid, self.answers, self.fd = pid, answers, os.pidfd_open(pid)
         self.end = time.monotonic() + deadline
         self.is_late = False
-        answers.send(str(pid).encode())
+        self.answer(pid)
+
+    def answer(self, what: object) -> None:
+        """Tell it to who ordered this fork, unless that has ended."""
+        with contextlib.suppress(OSError):
+            self.answers.send(str(what).encode())
 
     def end_if_late(self) -> None:
         """Let it tell where it hangs, and a second later kill it."""
@@ -56,16 +62,13 @@ class _Served:
         # Workers of a script that was killed would write to its files until they notice.
         self.kill()
         code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        with contextlib.suppress(BrokenPipeError):
-            self.answers.send(str("late" if self.is_late else code).encode())
+        self.answer("late" if self.is_late else code)
         os.close(self.fd)
         self.answers.close()
 
 
 def _serve(listener: socket.socket, owner: socket.socket) -> list[int]:
-    """Return, in each fork, the files of its order; the server itself ends with the process that began it."""
-    import warnings
-
+    """Fork for each order, and return its files in the fork; exit when the owner closes its socket."""
     poll = selectors.DefaultSelector()
     clients = [listener, owner]
     for one in clients:
@@ -80,22 +83,18 @@ def _serve(listener: socket.socket, owner: socket.socket) -> list[int]:
                     each.kill()
                 os._exit(0)
             elif key.fileobj is listener:
-                clients.append(listener.accept()[0])
+                clients.append(_accept(listener))
                 poll.register(clients[-1], selectors.EVENT_READ)
             elif one is None:
                 deadline, files, *_ = socket.recv_fds(key.fileobj, 64, 4)
                 if not deadline:
-                    # It has ended, and closed the answers of its forks: they are killed for that
+                    # The client has ended; its closed answers end its forks
                     poll.unregister(key.fileobj)
                     clients.remove(key.fileobj)
                     key.fileobj.close()
                     continue
                 answers = socket.socket(fileno=files[0])
-                with warnings.catch_warnings():
-                    # Newer Pythons warn of the threads of numpy, which it prepares for a fork
-                    warnings.simplefilter("ignore", DeprecationWarning)
-                    pid = os.fork()
-                if pid == 0:
+                if (pid := _fork()) == 0:
                     poll.close()
                     for sock in (*clients, answers, *(other.answers for other in served)):
                         sock.close()
@@ -119,6 +118,24 @@ def _serve(listener: socket.socket, owner: socket.socket) -> list[int]:
                 one.kill()
         for one in served:
             one.end_if_late()
+
+
+def _accept(listener: socket.socket) -> socket.socket:
+    """Return the connection of a client; the name of the listener has no owner, so any user could be one."""
+    client = listener.accept()[0]
+    _, user, _ = struct.unpack("3i", client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    if user != os.getuid():
+        client.shutdown(socket.SHUT_RDWR)
+    return client
+
+
+def _fork() -> int:
+    import warnings
+
+    with warnings.catch_warnings():
+        # Newer Pythons warn of the threads of numpy, which it prepares for a fork
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return os.fork()
 
 
 def _warm(modules: Sequence[str]) -> None:
@@ -191,10 +208,9 @@ def _become(order: dict[str, Any], out: int, err: int) -> None:
         _stop_after(*order["stop"])
 
 
-def _end_with_the_server() -> None:
+def _end_with(server: int) -> None:
     import ctypes
 
-    server = os.getppid()
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: killed when the server is
     if os.getppid() != server:
         os._exit(1)
@@ -219,7 +235,7 @@ def _stop_after(steps: int, seconds: float, number: int) -> None:
 
 
 def _forking_workers(command: list[str]) -> list[str]:
-    """Return torchrun's command in torchrun, and in each worker that it starts the worker's.
+    """Return the command to run: torchrun's own here, a worker's in each worker.
 
     Workers are forks of a process that is as torchrun was before it had threads, but torchrun's own children:
     it adopts them. So signals, codes and kills are as of processes that it starts.
@@ -229,7 +245,7 @@ def _forking_workers(command: list[str]) -> list[str]:
 
     ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: adopts what its descendants leave behind
     orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    if os.fork() == 0:
+    if _fork() == 0:
         orders.close()
         return _worker(theirs)
     theirs.close()
@@ -250,21 +266,21 @@ def _forking_workers(command: list[str]) -> list[str]:
 
 
 def _worker(orders: socket.socket) -> list[str]:
-    """Return the command of a worker in each; what forks them ends with torchrun."""
-    # Neither a signal to torchrun's group nor who looks for workers is to find it
+    """Fork a worker for each order, and return its command there; exit with torchrun."""
+    # Tests signal torchrun's group, and look for its workers by their folder
     os.setsid()
     os.chdir("/")
     while True:
         order, files, *_ = socket.recv_fds(orders, 1 << 20, 2)
         if not order:
             os._exit(0)
-        if between := os.fork():
+        if between := _fork():
             os.waitpid(between, 0)
             for fd in files:
                 os.close(fd)
             continue
         between = os.getpid()
-        if os.fork():
+        if _fork():
             os._exit(0)
         while os.getppid() == between:
             time.sleep(0.001)
@@ -322,15 +338,16 @@ def _called(call: bytes, path: list[str]) -> Callable[[], object]:
 
 def _order(listener: str, owner: str, *modules: str) -> dict[str, Any]:
     """Return what is ordered, in the process that is to be it."""
-    sockets = [socket.socket(fileno=int(fd)) for fd in (listener, owner)]
-    # What nobody asks for a fork imports nothing
-    select.select(sockets, [], [])
+    sockets, server = [socket.socket(fileno=int(fd)) for fd in (listener, owner)], os.getpid()
+    # Import nothing until a fork is asked for
+    if sockets[1] in select.select(sockets, [], [])[0]:
+        os._exit(0)
     _warm(modules)
     file, out, err = _serve(*sockets)
     with os.fdopen(file, "rb") as opened:
         opened.seek(0)
         order = pickle.load(opened)
-    _end_with_the_server()
+    _end_with(server)
     _become(order, out, err)
     return order
 

@@ -147,6 +147,8 @@ class Forks:
 
     def share(self) -> str:
         """Return an address where other processes `join` this one: one interpreter forks for all of them."""
+        if self._server and self._server.poll() is not None:
+            self.close()
         if self._server is None:
             self._start()
         return self._address

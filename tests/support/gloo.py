@@ -53,7 +53,7 @@ def run(
         )
         for rank in range(size)
     ]
-    # The store is in rank 0, which stays until the others have had their say.
+    # Rank 0 has the store: it stays until the others have ended.
     for child in [*ranks[1:], ranks[0]]:
         if child is ranks[0]:
             port.with_suffix(".said").touch()
@@ -96,7 +96,7 @@ def _call(rank: int, size: int, port: Path, body: Callable[..., Any], args: Any)
     fresh = port.with_suffix(f".{rank}-new")
     fresh.write_bytes(pickle.dumps(found))
     fresh.rename(_answer(port, rank))
-    # Not for ever: an other may be waiting for this one to leave.
+    # Not for ever: one of the others may be waiting for this one to leave.
     end = time.monotonic() + 2
     while rank == 0 and time.monotonic() < end and not port.with_suffix(".said").exists():
         time.sleep(0.01)
