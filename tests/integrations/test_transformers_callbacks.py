@@ -221,7 +221,7 @@ def test_a_trainer_that_is_dropped_frees_its_model(tmp_path: Path) -> None:
         gc.enable()
 
 
-def test_a_copy_of_what_trainer_loops_over_is_made(tmp_path: Path) -> None:
+def test_trainers_batches_can_be_copied(tmp_path: Path) -> None:
     loader = tiny.make(tmp_path).get_train_dataloader()
 
     assert len(copy.copy(transformers._Batches(loader))) == 11

@@ -171,7 +171,6 @@ def order(seen: Seen, epoch: int) -> list[int]:
     return [round(10 * row[0]) for key, (batch, _) in seen if key[0] == epoch for row in batch]
 
 
-HEAVY_PERSISTENT = pytest.param(2, True, marks=pytest.mark.heavy)
 EITHER = [False, pytest.param(True, marks=pytest.mark.heavy)]
 """Whether the workers persist, where that is not the point."""
 
@@ -423,9 +422,6 @@ def test_a_worker_leaves_without_ending_its_interpreter(tmp_path: Path, context:
     assert not ended.exists()
 
 
-# What is loaded, and how often.
-
-
 class Counted(Images):
     """A dataset that counts, over all processes, how often each sample is loaded."""
 
@@ -621,9 +617,6 @@ def test_a_run_that_dies_of_a_killed_worker_continues_exactly(
     expected = training.uninterrupted()
     assert left == expected[-len(left) :]
     assert len(left) < len(expected) - 1
-
-
-# Whole processes.
 
 
 def _caught(run_dir: Path, fails: set[int], stops: int | None = None) -> list[float]:

@@ -934,7 +934,7 @@ def test_a_list_of_all_batches_is_reported_at_the_first_step(run_dir: Path) -> N
     training.train(batches[1])
 
 
-def test_a_break_after_a_save_in_the_body_is_reported_as_it_ends(run_dir: Path) -> None:
+def test_a_break_after_a_save_in_a_body_is_told_at_the_epochs_end(run_dir: Path) -> None:
     training = Training(run_dir)
     epochs = training.state.epochs(2)
 

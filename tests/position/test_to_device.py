@@ -175,7 +175,7 @@ def test_a_tensor_that_is_twice_in_a_batch_is_one_tensor_afterwards() -> None:
     assert found["a"] is found["b"]
 
 
-def test_tensors_that_a_mapping_makes_at_every_access_are_not_one() -> None:
+def test_tensors_that_a_mapping_makes_at_each_access_stay_apart() -> None:
     batch = [Fresh(x=length, y=2 * length) for length in range(50)]
 
     found = moved(batch)

@@ -10,8 +10,6 @@ import pytest
 
 from resumable.remote.deadline import Call, Meter, in_thread
 
-PATIENCE = 0.2
-
 
 def test_a_call_returns_or_raises_what_its_job_does() -> None:
     def late() -> None:
@@ -22,18 +20,19 @@ def test_a_call_returns_or_raises_what_its_job_does() -> None:
         Call(in_thread(late)).wait(20)
 
 
+@pytest.mark.heavy
 def test_a_call_that_moves_is_waited_for_however_long_it_takes() -> None:
     told = list[int]()
     counted = Meter(told.append, 100)
 
     def move() -> str:
-        for _ in range(5):
-            time.sleep(PATIENCE / 4)
+        for _ in range(11):
+            time.sleep(0.2)
             counted.add(1)
         return "done"
 
-    assert Call(in_thread(move), counted).wait(PATIENCE) == "done"
-    assert told == [1] * 5
+    assert Call(in_thread(move), counted).wait(2) == "done"
+    assert told == [1] * 11
 
 
 def test_a_call_in_which_nothing_moves_is_given_up() -> None:
@@ -49,8 +48,8 @@ def test_a_call_in_which_nothing_moves_is_given_up() -> None:
 
     began, call = time.monotonic(), Call(in_thread(move), counted)
     with pytest.raises(TimeoutError, match=r"nothing has moved for 0\.2 s"):
-        call.wait(PATIENCE)
-    assert time.monotonic() - began >= PATIENCE * 0.9
+        call.wait(0.2)
+    assert time.monotonic() - began >= 0.2
     call.give_up()
     go_on.set()
     assert ended.wait(20)

@@ -80,7 +80,7 @@ def of_three(bars: Progress, name: str = "loop", *, leave_at: int = 4) -> None:
 
 def python(code: str) -> str:
     """Return what a process prints."""
-    # Where coverage measures a process and its forks it imports multiprocessing.
+    # Coverage imports multiprocessing, and here counts what is imported.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE")}
     how: Any = {"check": True, "capture_output": True, "text": True, "timeout": 60, "env": environment}
     return str(subprocess.run([sys.executable, "-c", code], **how).stdout)

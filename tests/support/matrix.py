@@ -34,9 +34,10 @@ KEEP_THEIR_PLACE = ("own-state", "begins-anew", "stays-at-its-end", "sticks")
 """Loaders that are no DataLoader, and have a state."""
 IN_AN_ORDER = [f"torchdata{kind}" for kind in ("", "-generator", "-counting", "-dealt", "-drawn")]
 LATE = {"global-late": {"torch"}, "live-batches": {"numpy"}, **dict.fromkeys(KEEP_THEIR_PLACE, ALL)}
-"""From which generators of the training loaders draw while a pass is under way."""
+"""The training's generators that a loader draws from during a pass."""
 DRAWN = {name: {name} & ALL for name in NOISE} | dict.fromkeys(("all-three", "collate", "seeding"), ALL)
-"""From which noise draws them."""
+DRAWN |= {name: {"python"} for name in ("late", "partial-collate")}
+"""The training's generators that a noise draws from."""
 
 
 class Case(NamedTuple):
@@ -146,7 +147,7 @@ MEET = [
 """Each value of the one meets each value of the other in a case, if there is one that makes sense."""
 
 
-# Only there a life has batches that were thrown away, and is killed before each worker has had its turn
+# The only case whose life throws batches away and is killed before each worker has had a turn
 PINNED = Case("shuffle", 2, True, "all-three", "break", 1, "mid-first-end")
 
 

@@ -604,7 +604,7 @@ def torchdata(dataset: Any, **settings: Any) -> DataLoader[Any]:
 
 
 def dealt(noise: Draw, **settings: Any) -> DataLoader[Any]:
-    """A sampler that counts what it has yielded."""
+    """A loader whose sampler counts what it has yielded."""
     from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
     images = Images(noise)
@@ -612,7 +612,7 @@ def dealt(noise: Draw, **settings: Any) -> DataLoader[Any]:
 
 
 def drawn(noise: Draw, **settings: Any) -> DataLoader[Any]:
-    """A sampler that draws now and then."""
+    """A loader whose sampler draws now and then."""
     from torchdata.stateful_dataloader.sampler import RandomSampler
 
     images = Images(noise)

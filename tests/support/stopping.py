@@ -41,7 +41,7 @@ def _start(run_dir: Path, make: Callable[[], dict[str, Any]], loop: Loop, stop: 
     names = "model", "optimizer", "loader", "extra", "preempt"
     parts = {name: objects[name] for name in names if name in objects}
     with RunState.load(run_dir, progress=False, **parts) as state:
-        # Each search for what a loop uses would otherwise go from the tick through all of the state
+        # Weak: a search for what a loop uses would otherwise go through all of the state
         own = weakref.ref(state)
 
         def tick(*seen: Any) -> None:

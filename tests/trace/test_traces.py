@@ -335,7 +335,7 @@ def test_the_rank_that_parts_first_is_named(tmp_path: Path, capsys: pytest.Captu
 
 
 @pytest.mark.parametrize("option", ["--all", "--depth=1"])
-def test_what_is_for_checkpoints_is_refused(
+def test_diff_of_traces_refuses_options_of_checkpoints(
     option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write(tmp_path / "a.jsonl", *TEN)

@@ -196,7 +196,7 @@ def _save_twice(child: Child, run_dir: Path) -> None:
 
 # On some file systems the names are still known, and each checkpoint is told to be skipped
 @pytest.mark.filterwarnings("ignore:.*It is skipped:resumable.ResumableWarning")
-def test_a_disk_that_cannot_be_read_is_no_fresh_start(disk: Disk) -> None:
+def test_an_unreadable_disk_is_not_taken_for_a_fresh_start(disk: Disk) -> None:
     _begin(disk)[1].close()
     disk.remount()
     disk.breaks("pread")

@@ -227,7 +227,7 @@ def _faults(most: dict[str, int], times: int, strides: Sequence[int]) -> Iterato
 @pytest.mark.heavy
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("shard", range(4))
-def test_a_call_that_fails_in_a_save_costs_no_checkpoint(
+def test_a_system_call_failing_in_a_save_is_told_and_costs_nothing(
     folder: Path, times: int, tally: Tally, shard: int
 ) -> None:
     _prepare(folder)

@@ -130,7 +130,7 @@ def test_deleted_checkpoints_are_missed_only_where_they_are_asked_for(
     assert_all_verify(Run(run_dir))
 
 
-def test_a_lock_whose_disk_does_not_answer_has_not_been_moved(tmp_path: Path) -> None:
+def test_a_lock_on_a_silent_disk_is_not_taken_for_a_moved_one(tmp_path: Path) -> None:
     (folder := tmp_path / "exp").mkdir()
     held = Lock(folder / ".lock")
     _put_a_link_to_itself_in_place(folder)
@@ -400,7 +400,7 @@ def _train_until_killed(child: Child, run_dir: Path, group: Path, megabytes: int
 
 @pytest.mark.parametrize("megabytes", [4, 5, 7, 9, 13, 30])
 @pytest.mark.quick(3)
-def test_a_training_killed_for_its_memory_continues_from_the_newest(
+def test_a_training_killed_for_memory_continues_from_the_newest_save(
     run_dir: Path, little_memory: Path, tally: Tally, megabytes: int
 ) -> None:
     uninterrupted()

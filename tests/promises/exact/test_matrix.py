@@ -23,7 +23,7 @@ def test_a_killed_training_is_the_plain_one(
     tally("killed set-ups of loaders", 1, [found] if found else [])
 
 
-def test_all_values_meet_that_can_meet() -> None:
+def test_every_value_is_in_a_case() -> None:
     cases = matrix.chosen()
 
     for axis, values in matrix.AXES.items():
