@@ -109,14 +109,12 @@ class Reading:
         self._views: dict[str, dict[str, Any]] = {}
         self._found, self._folder = found, found.path
         self._pin = found.begin_pin() if expect else None
-        self._number = found.about.number
-        self._show = show
+        self._number, self._show = found.about.number, show
         self._files: dict[str, _File] = {}
         self._kept: dict[str, set[str]] = {}
         self.is_heir = rank is None
         """Whether the checkpoint has no state of this rank; the state of rank 0 is used instead."""
-        rank = rank or 0
-        others, texts = [], {}
+        rank, others, texts = rank or 0, [], {}
         for path in found.about.files:
             if codec.rank_of(path) not in (None, rank):
                 others.append(path)
@@ -132,7 +130,7 @@ class Reading:
         trees, self.renamed = names.trees, names.new
         """By part: the names in the checkpoint that are others in the script."""
         self._used = {*used, *_devices_of(live)}
-        self._facts = {stem: codec.tensor_facts(tree) for stem, tree in trees.items()}
+        self._facts = dict(_decoded(trees, codec.tensor_facts))
         self._moved = moved_trees(trees, self._facts, self._used, is_alone=found.about.world_size == 1)
         self.without_device = _without_device(self._moved.get("rank", {}))
         """The devices of the process that saved that have no counterpart in this process."""
@@ -287,12 +285,7 @@ class Reading:
         for part, new in self.renamed.items():
             if isinstance(frozen := self.built.get(f"{part}.frozen"), list):
                 self.built[f"{part}.frozen"] = [new.get(name, name) for name in frozen]
-        for stem, tree in self.trees.items():
-            try:
-                view = codec.decode(tree.json, tree.tensors)
-            except ValueError as exc:
-                where = "ranks" if stem == "rank" else "state.json"
-                raise ValueError(f"{where}: its tree {stem!r} cannot be decoded: {exc}") from exc
+        for stem, view in _decoded(self.trees, lambda tree: codec.decode(tree.json, tree.tensors)):
             # A forged tree can decode to any type: its parts are then missing.
             self._views[stem] = view if type(view) is dict else {}
 
@@ -353,6 +346,16 @@ class Reading:
                 {device for _, places in filled for device in places.devices},
                 lambda lane: file_reader.scan_files_again(self._folder, again, lane),
             )
+
+
+def _decoded(trees: Mapping[str, Any], decode: Callable[[Any], Any]) -> Iterator[tuple[str, Any]]:
+    """Yield what is made of each tree; ValueError names the file whose tree is wrong."""
+    for stem, tree in trees.items():
+        try:
+            yield stem, decode(tree)
+        except ValueError as exc:
+            where = "ranks" if stem == "rank" else "state.json"
+            raise ValueError(f"{where}: its tree {stem!r} cannot be decoded: {exc}") from exc
 
 
 def _devices_of(live: Live) -> set[str]:

@@ -123,9 +123,7 @@ def misjudged(case: Case, newer: dict[str, Any], auto: dict[str, Any]) -> list[s
     kind, text, _ = newer["error"] or ("nothing", "", "")
     if kind not in ("CheckpointDamaged", "FormatTooNew"):
         return [f"met with {kind}: {text}"]
-    # Of a device that is none the error does not name the file yet.
-    named = "nn:0" if "nn:0 is not a device" in text else case.names
-    bad = [f"does not name {named}: {text}"] * (named not in text.partition("\nFix:")[0])
+    bad = [f"does not name {case.names}: {text}"] * (case.names not in text.partition("\nFix:")[0])
     if kind == "CheckpointDamaged":
         is_well = auto.get("is_right") and auto["step"] == 1 and any("skipped" in w for w in auto["warnings"])
         bad += [] if is_well else [f"the older one was not used: {auto}"]
