@@ -76,13 +76,14 @@ def in_threads(job: Callable[[T], object], items: Iterable[T], count: int) -> No
     [1, 2, 3]
     """
     guard, rest, errors = threading.Lock(), iter(items), list[BaseException]()
-    stop, at_work = threading.Event(), set[int]()
+    # No Event: an interrupt may leave its lock taken, and the next to set it would wait for ever.
+    stop, at_work = list[bool](), set[int]()
 
     def work() -> None:
         # First this, then a look at `stop`: who has set that looks at `at_work` afterwards.
         at_work.add(threading.get_ident())
         try:
-            while not stop.is_set():
+            while not stop:
                 with guard:
                     item = next(rest, stop)
                 if item is stop:
@@ -90,7 +91,7 @@ def in_threads(job: Callable[[T], object], items: Iterable[T], count: int) -> No
                 job(cast("T", item))
         except BaseException as exc:
             errors.append(exc)
-            stop.set()
+            stop.append(True)
         finally:
             at_work.discard(threading.get_ident())
 
@@ -101,18 +102,18 @@ def in_threads(job: Callable[[T], object], items: Iterable[T], count: int) -> No
             with contextlib.suppress(RuntimeError):
                 one.start()
         work()
-        for one in others:
-            if one.ident:
-                one.join()
+        for one in (one for one in others if one.ident):
+            one.join()
     except BaseException as exc:
         # An interrupt at the start of another, or while it was waited for.
         errors.append(exc)
-    while not stop.is_set() or at_work - {threading.get_ident()}:
+    while True:
         # Not by what a thread says of itself: after an interrupt of its start or of a wait that is wrong.
         try:
-            stop.set()
-            if at_work - {threading.get_ident()}:
+            stop.append(True)
+            while at_work - {threading.get_ident()}:
                 time.sleep(0.001)
+            break
         except BaseException as exc:
             errors.append(exc)
     if errors:

@@ -51,6 +51,8 @@ class Progress:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the progress."""
+        if self._saved and self._at_begin is None:
+            return dict(self._saved)
         state = self._trainer.state
         return {
             "epochs_done": self.epochs_done,
@@ -92,10 +94,8 @@ class Progress:
 
     def begin(self) -> None:
         """Restore the progress, as the training begins."""
-        attributes = vars(self._trainer).items()
-        self._at_begin = {
-            name: _Begun(value) for name, value in attributes if _is_large(value) or _is_plain(value)
-        }
+        own = vars(self._trainer).items()
+        self._at_begin = {name: _Begun(value) for name, value in own if _is_large(value) or _is_plain(value)}
         if self._saved is None:
             return
         state = self._trainer.state

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
 import time
 from collections.abc import Iterator
 from typing import Any
 
+import chosen
 import pytest
 
 from resumable.files.threads import in_threads
@@ -76,6 +78,31 @@ def test_a_job_that_runs_is_waited_for_through_two_interrupts(interrupts: list[b
         in_threads(job, range(2), 2)
 
     assert len(ended) == 1
+
+
+@pytest.mark.heavy
+@pytest.mark.timeout(120)
+def test_interrupts_at_any_moment_neither_hang_nor_leave_a_job(interrupts: list[bool], times: int) -> None:
+    dice = chosen.dice()
+    for _ in range(1000 * times):
+        others, ended = threading.Event(), list[int]()
+
+        def job(number: int, others: threading.Event = others, ended: list[int] = ended) -> None:
+            if is_main():
+                others.wait(20)
+                return
+            others.set()
+            interrupts.extend([True, True])
+            time.sleep(0.003)
+            while interrupts:
+                time.sleep(0.001)
+            ended.append(number)
+
+        signal.setitimer(signal.ITIMER_REAL, *(dice.uniform(0.0003, 0.001) for _ in range(2)))
+        with contextlib.suppress(KeyboardInterrupt):
+            in_threads(job, range(2), 2)
+
+        assert len(ended) == 1
 
 
 def test_what_threads_share_may_be_a_generator() -> None:

@@ -371,7 +371,7 @@ def test_an_order_that_does_not_come_again_is_a_mismatch(run_dir: Path, how: Any
     seen = training.leg(run_dir, 0, (0, 3))
 
     for seed in (1, 2):
-        with pytest.raises(StateMismatch, match="of other samples"):
+        with pytest.raises(StateMismatch, match="the batches that it gave before"):
             training.leg(run_dir, seed)
 
     assert seen == training.uninterrupted()[:3]

@@ -75,7 +75,7 @@ def test_a_killed_training_is_in_forks_what_it_is_in_real_processes(forks: Forks
                 life = started(command, folder, environment)
             else:
                 life = forks.run(command, folder, environment=environment)
-            errors = re.sub(".*save.. has waited.*\n", "", life.err.replace(str(folder), "FOLDER"))
+            errors = re.sub(".*save.. has waited.*\n(  .*\n)?", "", life.err.replace(str(folder), "FOLDER"))
             out = re.sub(r"\([0-9.]+ m?s\)", "(so long)", life.out)
             found.setdefault(how, []).append(Life(life.code, out, errors))
 

@@ -65,13 +65,15 @@ def interrupted_at(
         raise AssertionError(f"hangs when it is interrupted at {seen[place - 1 :][:1]}")
 
     before = signal.signal(signal.SIGUSR1, lambda *_: handler()), signal.signal(signal.SIGALRM, hangs)
-    traced = sys.gettrace()
+    traced, is_grad_on = sys.gettrace(), torch.is_grad_enabled()
     signal.setitimer(signal.ITIMER_REAL, 10)
     sys.settrace(trace)
     try:
         yield seen
     finally:
         sys.settrace(traced)
+        # One that raises between the body of a `with torch.no_grad()` and its end leaves it off.
+        torch.set_grad_enabled(is_grad_on)
         signal.setitimer(signal.ITIMER_REAL, 0)
         for number, one in zip((signal.SIGUSR1, signal.SIGALRM), before, strict=True):
             signal.signal(number, one)
