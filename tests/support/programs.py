@@ -17,6 +17,7 @@ import io
 import json
 import linecache
 import os
+import pickle
 import random
 import re
 import select
@@ -1738,6 +1739,11 @@ def examine(program: Program, kinds: Sequence[Kind] = KINDS, most: int | None = 
         shutil.rmtree(top, ignore_errors=True)
     verdict.found = verdict.found or [Found("exact", None, "")]
     return verdict
+
+
+def examine_all(seeds: Sequence[int], most: int | None, path: Path) -> None:
+    """Examine the scripts of these seeds, and leave the verdicts in a file."""
+    path.write_bytes(pickle.dumps([examine(write(seed), most=most) for seed in seeds]))
 
 
 def _memory() -> str | None:
