@@ -63,7 +63,7 @@ def as_in_a_script(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--nightly", action="store_true", help="run all cases, and count three times as far")
+    parser.addoption("--nightly", action="store_true", help="run all cases")
     parser.addoption("--times", type=int, help="count so many times as far as at a commit")
     parser.addoption("--seed", type=int, help="chooses the sample and the moments of kills: today")
 
@@ -71,7 +71,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(tryfirst=True)  # hypothesis and xdist read the options after
 def pytest_configure(config: pytest.Config) -> None:
     chosen.begin(config)
-    config.option.times = config.option.times or (3 if config.option.nightly else 1)
+    config.option.times = config.option.times or 1
     if work := getattr(config, "workerinput", None):
         WARM.join(work.get("forks", ""))
     # What only hands out the tests to others need not import torch.
