@@ -1,0 +1,48 @@
+"""The attributes of an object, read without its properties and its `__getattr__`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import GetSetDescriptorType, MemberDescriptorType
+from typing import Any
+
+DESCRIPTORS = (GetSetDescriptorType, MemberDescriptorType)
+_OF_PYTHON = ("__dict__", "__weakref__")
+
+
+def attributes(value: Any) -> dict[str, Any]:
+    """Return a copy of an object's attributes: of its `__dict__` and of its slots that are filled.
+
+    >>> class Point:
+    ...     __slots__ = ("x", "y")
+    >>> point = Point()
+    >>> point.x = 3
+    >>> attributes(point)
+    {'x': 3}
+    """
+    found = dict.copy(held) if (held := dictionary(value)) is not None else {}
+    for name, slot in members(type(value)):
+        try:
+            found[name] = slot.__get__(value)
+        except AttributeError:
+            continue
+    return found
+
+
+def dictionary(value: Any) -> dict[str, Any] | None:
+    """Return the `__dict__` of an object, or None if it has none, or another than Python's."""
+    for kind in type(value).__mro__:
+        if (found := vars(kind).get("__dict__")) is not None:
+            is_pythons = type(found) in DESCRIPTORS
+            held = found.__get__(value) if is_pythons else None
+            return held if type(held) is dict else None
+    return None
+
+
+def members(kind: type) -> Iterator[tuple[str, MemberDescriptorType]]:
+    """Yield the slots of a class and of its bases, by the names that a class gives them."""
+    for one in kind.__mro__:
+        if "__slots__" in vars(one):
+            for name, slot in vars(one).items():
+                if type(slot) is MemberDescriptorType and name not in _OF_PYTHON:
+                    yield name, slot

@@ -1,0 +1,125 @@
+"""Which variables code assigns in its loops, and which it may read before it assigns them again."""
+
+from __future__ import annotations
+
+import dis
+from collections.abc import Iterator
+from functools import lru_cache
+from types import CodeType
+
+_READS = (
+    "LOAD_FAST",
+    "LOAD_NAME",
+    "LOAD_GLOBAL",
+    "LOAD_DEREF",
+    "LOAD_CLASSDEREF",
+    "LOAD_CLOSURE",
+    "LOAD_FROM_DICT",
+    "DELETE_",
+)
+_STORES = ("STORE_FAST", "STORE_NAME", "STORE_GLOBAL", "STORE_DEREF")
+_ENDS = ("RETURN_", "RAISE_VARARGS", "RERAISE", "JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_ABSOLUTE")
+_JUMPS = {*dis.hasjrel, *dis.hasjabs}
+
+Accesses = tuple[frozenset[str], frozenset[str]]
+"""The variables that an instruction reads, and those that it stores."""
+
+
+def accesses(one: dis.Instruction) -> Accesses:
+    """Return what an instruction reads before it stores, and what it stores."""
+    name, given = one.opname, one.argval
+    if isinstance(given, tuple) and "_FAST" in name:
+        # Python 3.13 joins two instructions.
+        first, second = given
+        if name == "STORE_FAST_LOAD_FAST":
+            return frozenset({second} - {first}), frozenset({first})
+        both = frozenset(given)
+        return (frozenset(), both) if name.startswith("STORE") else (both, frozenset())
+    if not isinstance(given, str):
+        return frozenset(), frozenset()
+    stores, reads = name.startswith(_STORES), name.startswith(_READS)
+    return frozenset({given} if reads else ()), frozenset({given} if stores else ())
+
+
+@lru_cache(1024)
+def live_before(code: CodeType) -> dict[int, frozenset[str]]:
+    """Return for each instruction the variables that may be read from there on before they are assigned."""
+    steps = [*dis.get_instructions(code)]
+    at = {one.offset: number for number, one in enumerate(steps)}
+    read, stored = [accesses(one)[0] for one in steps], [accesses(one)[1] for one in steps]
+    before: list[list[int]] = [[] for _ in steps]
+    for number, following in _ways(code, steps, at):
+        before[following].append(number)
+    live, waiting = [set(one) for one in read], [*range(len(steps))]
+    while waiting:
+        number = waiting.pop()
+        for earlier in before[number]:
+            if new := live[number] - stored[earlier] - live[earlier]:
+                live[earlier] |= new
+                waiting.append(earlier)
+    return {one.offset: frozenset(found) for one, found in zip(steps, live, strict=True)}
+
+
+def _ways(code: CodeType, steps: list[dis.Instruction], at: dict[int, int]) -> Iterator[tuple[int, int]]:
+    """Yield each instruction with one that may run right after it, by their numbers."""
+    for number, one in enumerate(steps):
+        if not one.opname.startswith(_ENDS) and number + 1 < len(steps):
+            yield number, number + 1
+        if one.opcode in _JUMPS and one.argval in at:
+            yield number, at[one.argval]
+    # Python 3.10 has instructions for them, which are jumps.
+    if hasattr(code, "co_exceptiontable"):
+        for entry in dis._parse_exception_table(code):  # type: ignore[attr-defined]
+            for number, one in enumerate(steps):
+                if entry.start <= one.offset < entry.end and entry.target in at:
+                    yield number, at[entry.target]
+
+
+def live_after(code: CodeType, offset: int) -> frozenset[str]:
+    """Return the variables that may be read after an instruction before they are assigned."""
+    found = live_before(code)
+    return found[min(later)] if (later := [one for one in found if one > offset]) else frozenset()
+
+
+@lru_cache(1024)
+def loops(code: CodeType) -> tuple[tuple[int, int], ...]:
+    """Return where each loop begins and ends."""
+    steps = [one for one in dis.get_instructions(code) if one.opcode in _JUMPS]
+    return tuple((one.argval, one.offset) for one in steps if one.argval <= one.offset)
+
+
+@lru_cache(1024)
+def assigned_in_loops(code: CodeType) -> frozenset[str]:
+    """Return the variables that code assigns in a loop, or that functions inside of it assign."""
+    found = set(assigned_inside(code))
+    for one in dis.get_instructions(code):
+        if any(begin <= one.offset <= end for begin, end in loops(code)):
+            found |= accesses(one)[1]
+    return frozenset(found)
+
+
+@lru_cache(1024)
+def assigned_inside(code: CodeType) -> frozenset[str]:
+    """Return the variables that functions inside of code assign by `global` and `nonlocal`."""
+    found = set[str]()
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            found |= assigned_globals(inner) | assigned_inside(inner)
+            for one in dis.get_instructions(inner):
+                if one.opname == "STORE_DEREF" and one.argval in inner.co_freevars:
+                    found.add(one.argval)
+    return frozenset(found)
+
+
+@lru_cache(1024)
+def assigned_globals(code: CodeType) -> frozenset[str]:
+    """Return the variables of its module that code assigns, as a function has to say by `global`."""
+    return frozenset(one.argval for one in dis.get_instructions(code) if one.opname == "STORE_GLOBAL")
+
+
+@lru_cache(1024)
+def stored_attributes(code: CodeType) -> frozenset[str]:
+    """Return the names of the attributes that code, and the functions inside of it, assign."""
+    found = {one.argval for one in dis.get_instructions(code) if one.opname == "STORE_ATTR"}
+    inner = (one for one in code.co_consts if isinstance(one, CodeType))
+    return frozenset(found.union(*map(stored_attributes, inner)))

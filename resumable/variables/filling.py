@@ -1,0 +1,165 @@
+"""Objects that are there, filled in place with what a checkpoint has of them."""
+
+from __future__ import annotations
+
+import collections
+import random
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from ..objects import slots
+from .atoms import Hole
+from .looks import FACTORIES, Entry
+
+if TYPE_CHECKING:
+    from .putting import Putting
+
+
+def nothing(put: Putting, live: Any, entry: Entry) -> None:
+    """Fill nothing: what cannot be changed was made with its content."""
+
+
+def _base(value: Any, *bases: Any) -> Any:
+    return next(one for one in bases if issubclass(type(value), one))
+
+
+def _list(put: Putting, live: Any, entry: Entry) -> None:
+    items = put.values(entry["items"])
+    base = _base(live, list, collections.deque, set)
+    base.clear(live)
+    (base.update if base is set else base.extend)(live, items)
+
+
+def _dict(put: Putting, live: Any, entry: Entry) -> None:
+    base = _base(live, collections.OrderedDict, dict)
+    pairs = [(put.value(key), put.value(one)) for key, one in entry["set"]]
+    if entry.get("is_all"):
+        base.clear(live)
+    for key in entry.get("gone", ()):
+        base.pop(live, key, None)
+    for key, one in pairs:
+        base.__setitem__(live, key, one)
+    for key in put.values(entry.get("order", ())):
+        # What the script has added since stays in front.
+        if dict.__contains__(live, key):
+            base.__setitem__(live, key, base.pop(live, key))
+    if isinstance(live, collections.defaultdict):
+        stored = entry["factory"]
+        live.default_factory = FACTORIES[stored] if isinstance(stored, str) else put.value(stored)
+
+
+def _set(put: Putting, live: Any, entry: Entry) -> None:
+    if not issubclass(type(live), frozenset):
+        _list(put, live, entry)
+
+
+def _buffer(put: Putting, live: Any, entry: Entry) -> None:
+    del live[:]
+    (live.frombytes if entry["typecode"] else live.extend)(entry["bytes"])
+
+
+def _array(put: Putting, live: Any, entry: Entry) -> None:
+    if "shape" in entry:
+        new = np.empty(len(entry["items"]), object)
+        new[:] = put.values(entry["items"])
+        new = new.reshape(entry["shape"])
+    else:
+        new = entry["array"]
+    if live.shape != new.shape or live.dtype != new.dtype or not live.flags.writeable:
+        raise Hole(f"an array of {live.dtype}{[*live.shape]} where one of {new.dtype}{[*new.shape]} was")
+    live[...] = new
+
+
+def _tensor(put: Putting, live: Any, entry: Entry) -> None:
+    if "view" in entry:
+        return
+    new = entry["tensor"]
+    if live.shape != new.shape or live.dtype != new.dtype or live.layout != new.layout:
+        raise Hole(f"a tensor of {live.dtype}{[*live.shape]} where one of {new.dtype}{[*new.shape]} was")
+    with torch.no_grad():
+        live.detach().copy_(new)
+    if live.is_leaf and live.requires_grad is not entry["requires_grad"]:
+        live.requires_grad_(entry["requires_grad"])
+
+
+def _generator(put: Putting, live: Any, entry: Entry) -> None:
+    state = entry["state"]
+    if isinstance(live, random.Random):
+        live.setstate((state[0], tuple(state[1]), state[2]))
+    elif isinstance(live, torch.Generator):
+        live.set_state(state.clone())
+    elif isinstance(live, np.random.RandomState):
+        live.set_state(state)
+    else:
+        live.bit_generator.state = state
+
+
+def numpy_generator(state: Any) -> np.random.Generator:
+    """Return a new generator of NumPy's of the kind that a state names."""
+    kinds = (np.random.PCG64, np.random.PCG64DXSM, np.random.MT19937, np.random.Philox, np.random.SFC64)
+    of = next((one for one in kinds if one.__name__ == state["bit_generator"]), None)
+    if of is None:
+        raise Hole(f"a generator of {state['bit_generator']}")
+    return np.random.Generator(of())
+
+
+def _object(put: Putting, live: Any, entry: Entry) -> None:
+    if "inherited" in entry:
+        (_dict if isinstance(live, dict) else _list)(put, live, entry["inherited"])
+    pairs = [(name, put.value(one)) for name, one in entry["set"]]
+    members, held = dict(slots.members(type(live))), slots.dictionary(live)
+    for name in entry.get("gone", ()):
+        if name in members:
+            members[name].__delete__(live)
+        elif held is not None:
+            held.pop(name, None)
+    for name, one in pairs:
+        if name in members:
+            members[name].__set__(live, one)
+        elif held is not None:
+            held[name] = one
+
+
+def _attributes(put: Putting, live: Any, entry: Entry) -> None:
+    for how, name, stored in entry["steps"]:
+        if type(stored) is dict and "entry" in stored and how in ("method", "__bases__"):
+            # What is in it is filled; a method or a base is never another.
+            put.value(stored)
+            continue
+        _assign(live, how, name, put.value(stored))
+
+
+def _assign(live: Any, how: str, name: Any, value: Any) -> None:
+    if how == "cell":
+        live.__closure__[live.__code__.co_freevars.index(name)].cell_contents = value
+    elif how == "__defaults__":
+        given = [*live.__defaults__]
+        given[name] = value
+        live.__defaults__ = tuple(given)
+    elif how == "__kwdefaults__":
+        live.__kwdefaults__[name] = value
+    elif how == "attribute" and isinstance(live, type):
+        type.__setattr__(live, name, value)
+    elif how == "attribute":
+        vars(live)[name] = value
+    else:
+        raise Hole(f"{how} of a {type(live).__name__}")
+
+
+FILLERS: dict[str, Callable[[Putting, Any, Entry], None]] = {
+    "list": _list,
+    "dict": _dict,
+    "set": _set,
+    "buffer": _buffer,
+    "array": _array,
+    "tensor": _tensor,
+    "generator": _generator,
+    "object": _object,
+    "class": _attributes,
+    "function": _attributes,
+    "module": _attributes,
+    "network": _attributes,
+}

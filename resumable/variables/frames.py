@@ -1,0 +1,70 @@
+"""The script's running functions: which they are, and how their variables are read and bound."""
+
+from __future__ import annotations
+
+import ctypes
+import inspect
+import sys
+from collections.abc import Iterator, Mapping
+from types import FrameType
+from typing import Any
+
+from ..objects import own
+
+
+def own_frames(frame: FrameType | None) -> list[FrameType]:
+    """Return the frames of the script that have led to a frame, the outermost first."""
+    found = []
+    while frame is not None:
+        if own.is_own_code(frame.f_code):
+            found.append(frame)
+        frame = frame.f_back
+    return found[::-1]
+
+
+def is_function(frame: FrameType) -> bool:
+    """Whether a frame has variables of its own, unlike that of a module or of a class's body."""
+    return bool(frame.f_code.co_flags & inspect.CO_OPTIMIZED)
+
+
+def name_of(frame: FrameType) -> str:
+    """Return the name of a frame's function, with that of its class from Python 3.11 on."""
+    return str(getattr(frame.f_code, "co_qualname", frame.f_code.co_name))
+
+
+def names(frame: FrameType) -> frozenset[str]:
+    """Return the names that a frame's variables can have."""
+    code = frame.f_code
+    return frozenset((*code.co_varnames, *code.co_cellvars, *code.co_freevars))
+
+
+def variables(frame: FrameType) -> dict[str, Any]:
+    """Return the variables of a frame that have a value."""
+    held = frame.f_locals
+    found = dict(held)
+    # Before Python 3.13 the frame keeps what it has shown, a batch and its graph among it. Where the script
+    # has it too, it is what locals() returned.
+    if sys.version_info < (3, 13) and is_function(frame) and sys.getrefcount(held) <= 3:
+        held.clear()
+    return found
+
+
+def bind(frame: FrameType, values: Mapping[str, Any]) -> None:
+    """Bind variables of a function that is running; names that it does not have are left out."""
+    there = frame.f_locals
+    there.update({name: value for name, value in values.items() if name in names(frame)})
+    if sys.version_info < (3, 13) and is_function(frame):
+        # The 0 leaves a variable alone that the dict does not have: nothing is ever unbound.
+        ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), ctypes.c_int(0))
+        if sys.getrefcount(there) <= 3:
+            there.clear()
+
+
+def code_names(frame: FrameType) -> Iterator[str]:
+    """Yield the names that functions, classes and comprehensions inside of a frame's code use."""
+    waiting = [frame.f_code]
+    while waiting:
+        inner = [one for one in waiting.pop().co_consts if inspect.iscode(one)]
+        waiting += inner
+        for code in inner:
+            yield from (*code.co_names, *code.co_freevars)

@@ -1,0 +1,305 @@
+"""A look at the script's variables: what of them has changed, as a tree."""
+
+from __future__ import annotations
+
+import collections
+import random
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from ..objects import contents, kinds, own, slots, walks
+from ..objects.contents import Content, content, mark
+from ..objects.kinds import Step
+from ..objects.walks import Met, Node, Path
+from . import atoms
+from .atoms import Hole
+from .owned import Owned
+
+Entry = dict[str, Any]
+_IMMUTABLE = {"tuple", "count", "enum", "method", "partial"}
+_NEVER_CHANGED = {*_IMMUTABLE, "library", "module"}
+"""Kinds that cannot be filled in place; the variables of a module are looked at by themselves."""
+_MANY = 64
+"""A list of more numbers is stored as an array."""
+_NUMBERS: dict[type, Any] = {int: np.int64, float: np.float64, bool: np.bool_}
+FACTORIES: dict[str, Any] = {
+    "None": None,
+    **{
+        one.__name__: one
+        for one in (bool, int, float, str, list, dict, set, tuple, collections.deque, collections.Counter)
+    },
+}
+
+
+class Namespace(NamedTuple):
+    """Variables of the script that belong together: of a module, or of a function that is running."""
+
+    key: str
+    """What is the same in another process: "module:train", or "frame:1:main"."""
+    variables: dict[str, Any]
+    may_be_read: frozenset[str] | None
+    """Those that may be read before they are assigned again; None for all."""
+    may_be_bound: frozenset[str]
+    """Those that a loop of the script assigns, or a function."""
+    bind: Callable[[Mapping[str, Any]], None]
+
+    def roots(self) -> Iterable[tuple[Step, Any]]:
+        """Return the objects among the variables, as roots of a walk."""
+        return [(Step(self.key, name), one) for name, one in self.variables.items() if not kinds.is_atom(one)]
+
+
+class Look:
+    """Encodes what has changed since the loop began, each object once."""
+
+    def __init__(self, owned: Owned, known: Mapping[int, Met]) -> None:
+        self._owned, self._known = owned, known
+        self._numbers: dict[int, int] = {}
+        self._kept: list[Any] = []
+        """The objects of the entries, which keep their identity as long as this lives."""
+        self.entries: list[Entry] = []
+        self.lost: list[tuple[str, str]] = []
+        """What cannot be stored: where it is, and why."""
+
+    def is_leaf(self, node: Node) -> bool:
+        """Whether the objects in an object are of no interest here."""
+        return self._owned.name(node.value) is not None or node.kind in ("library", "module")
+
+    def changes(self, roots: Iterable[tuple[Step, Any]]) -> list[str]:
+        """Encode all objects that were there before and have changed; return where they are."""
+        found = []
+        for node in walks.walk(roots, self.is_leaf):
+            if (
+                node.kind not in _NEVER_CHANGED
+                and self.known(node.value)
+                and not self.is_unchanged(node.value)
+            ):
+                self._number(node.value, str(node))
+                found.append(str(node))
+        return found
+
+    def known(self, value: Any) -> Met | None:
+        """Return an object as it was when the loop began; None if it was not there."""
+        met = self._known.get(id(value))
+        return met if met is not None and met.is_of(value) else None
+
+    def is_unchanged(self, value: Any) -> bool:
+        """Whether a value is an atom, or an object that was there before with the same content."""
+        if kinds.is_atom(value) or self._owned.name(value) is not None:
+            return True
+        met = self.known(value)
+        return met is not None and (
+            met.kind in ("library", "module") or met.content == content(value, met.kind)
+        )
+
+    def is_known(self, value: Any) -> bool:
+        """Whether a value needs no entry of its own: it was there before, and is told by its path."""
+        if kinds.is_atom(value) or self._owned.name(value) is not None:
+            return True
+        met = self.known(value)
+        return met is not None and (met.kind not in _IMMUTABLE or self._is_as_before(value, met))
+
+    def value(self, value: Any, where: str) -> Any:
+        """Return a value as a tree has it: an atom, or the number of an entry."""
+        if kinds.is_atom(value):
+            return atoms.out(value)
+        return {"entry": self._number(value, where)}
+
+    def _number(self, value: Any, where: str) -> int:
+        if (number := self._numbers.get(id(value))) is not None:
+            return number
+        number = self._numbers[id(value)] = len(self.entries)
+        self._kept.append(value)
+        entry: Entry = {}
+        self.entries.append(entry)
+        try:
+            entry |= self._entry(value, where)
+        except Hole as hole:
+            entry["hole"] = str(hole)
+            self.lost.append((where, str(hole)))
+        return number
+
+    def _entry(self, value: Any, where: str) -> Entry:
+        if (name := self._owned.name(value)) is not None:
+            return {"owned": name}
+        kind, met = kinds.kind_of(value), self.known(value)
+        entry: Entry = {"kind": kind, "class": class_name(type(value))}
+        if met is not None and (kind not in _IMMUTABLE or self._is_as_before(value, met)):
+            entry["at"] = out_of(met.path)
+            if kind in _IMMUTABLE or self.is_unchanged(value):
+                return entry
+        elif kind in ("function", "class", "module", "library", "network"):
+            raise Hole(f"a {kind} that was made in the loop")
+        before = met.content if met is not None and "at" in entry else None
+        return entry | _WRITERS[kind](self, value, before, where)
+
+    def _is_as_before(self, value: Any, met: Met) -> bool:
+        """Whether an object that cannot be filled in place is the same all through."""
+        inside = [child for _, child in kinds.children(value, met.kind)]
+        return met.content == content(value, met.kind) and all(
+            self.known(one) or self._owned.name(one) for one in inside
+        )
+
+    def items(self, values: list[Any], where: str) -> Any:
+        """Return values as a tree has them; many numbers of one type as an array."""
+        types = {*map(type, values)}
+        if len(values) > _MANY and len(types) == 1 and (dtype := _NUMBERS.get(next(iter(types)))):
+            try:
+                return np.array(values, dtype)
+            except OverflowError:
+                # An integer of more than eight bytes.
+                pass
+        return [self.value(one, f"{where}[{number}]") for number, one in enumerate(values)]
+
+    def pairs(self, held: Iterable[tuple[Any, Any]], before: Content | None, where: str, form: str) -> Entry:
+        """Return the items of a dict, or the attributes of an object: all, or those that have changed."""
+        pairs = [*held]
+        old = before.items if before is not None else None
+        gone = [] if old is None else [key for key in old if key not in {mark(key) for key, _ in pairs}]
+        if any(kind not in atoms.AS_THEY_ARE or kind is float for kind, _ in gone):
+            # What is gone has no name.
+            old = None
+        if old is not None:
+            pairs = [(key, one) for key, one in pairs if old.get(mark(key), ()) != mark(one)]
+        entry: Entry = {
+            "set": [[self.value(key, where), self.value(one, where + form.format(key))] for key, one in pairs]
+        }
+        if old is None:
+            return entry | {"is_all": True}
+        return entry | ({"gone": [key for _, key in gone]} if gone else {})
+
+
+def class_name(of: type) -> str:
+    """Return the module and the name of a class."""
+    return f"{own.module_of(of)}:{type.__dict__['__qualname__'].__get__(of)}"
+
+
+def out_of(path: Path) -> list[list[Any]]:
+    """Return a path as a tree has it."""
+    return [[step.how, step.name] for step in path]
+
+
+def _list(look: Look, value: Any, before: Content | None, where: str) -> Entry:
+    return {"items": look.items(kinds.held_in(value), where), "maxlen": getattr(value, "maxlen", None)}
+
+
+def _tuple(look: Look, value: Any, before: Content | None, where: str) -> Entry:
+    of = type(value)
+    if of is not tuple and of is not torch.Size and not own.is_own_class(of):
+        raise Hole(f"a {of.__name__}")
+    return {"items": look.items(kinds.held_in(value), where)} | _class(look, value, where)
+
+
+def _dict(look: Look, value: Any, before: Content | None, where: str) -> Entry:
+    held = kinds.entries_of(value)
+    entry = look.pairs(held, before, where, "[{!r}]")
+    if before is not None and before.order != contents.digest([key for key, _ in held]):
+        entry["order"] = [look.value(key, where) for key, _ in held]
+    if isinstance(value, collections.defaultdict):
+        factory = value.default_factory
+        known = next((name for name, one in FACTORIES.items() if one is factory), None)
+        entry["factory"] = known or look.value(factory, f"{where}.default_factory")
+    return entry
+
+
+def _set(look: Look, value: Any, before: Content | None, where: str) -> Entry:
+    return {"items": look.items(kinds.held_in(value), where)}
+
+
+def _buffer(look: Look, value: Any, before: Content | None, where: str) -> Entry:
+    return {"bytes": bytes(value), "typecode": getattr(value, "typecode", None)}
+
+
+def _array(look: Look, value: Any, before: Content | None, where: str) -> Entry:
+    if type(value) is not np.ndarray:
+        raise Hole(f"a {type(value).__name__}")
+    if value.dtype.hasobject:
+        return {"items": look.items(kinds.flat(value).tolist(), where), "shape": list(value.shape)}
+    return {"array": np.array(value, order="C")}
+
+
+def _tensor(look: Look, value: Any, before: Content | None, where: str) -> Entry:
+    if (base := look._owned.base(value)) is not None:
+        return {"view": [base, [*value.shape], [*value.stride()], value.storage_offset()]}
+    is_parameter = isinstance(value, torch.nn.Parameter)
+    if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.is_meta:
+        raise Hole(f"a {type(value).__name__}")
+    return {
+        "tensor": value.detach(),
+        "requires_grad": value.requires_grad and value.is_leaf,
+        "is_parameter": is_parameter,
+    }
+
+
+def _generator(look: Look, value: Any, before: Content | None, where: str) -> Entry:
+    if isinstance(value, random.Random):
+        return {"state": value.getstate()}
+    if isinstance(value, np.random.Generator):
+        return {"state": value.bit_generator.state}
+    return {
+        "state": value.get_state(legacy=False)
+        if isinstance(value, np.random.RandomState)
+        else value.get_state()
+    }
+
+
+def _count(look: Look, value: Any, before: Content | None, where: str) -> Entry:
+    start, _, step = repr(value)[6:-1].partition(", ")
+    return {
+        "count": [float(one) if not one.lstrip("-").isdigit() else int(one) for one in (start, step or "1")]
+    }
+
+
+def _enum(look: Look, value: Any, before: Content | None, where: str) -> Entry:
+    return {"member": (slots.dictionary(value) or {})["_name_"]} | _class(look, value, where)
+
+
+def _object(look: Look, value: Any, before: Content | None, where: str) -> Entry:
+    entry = look.pairs(slots.attributes(value).items(), before, where, ".{}")
+    if issubclass(type(value), (dict, list, set, collections.deque)):
+        base = _dict if issubclass(type(value), dict) else _list
+        entry["inherited"] = base(look, value, None, where)
+    return entry | (_class(look, value, where) if before is None else {})
+
+
+def _attributes(look: Look, value: Any, before: Content | None, where: str) -> Entry:
+    """Return what has changed of a class, a function or a module: each step with its value."""
+    old = before.items if before is not None and before.items is not None else {}
+    held = [(tuple(step), one) for step, one in kinds.everything(value, kinds.kind_of(value))]
+    changed = [(step, one) for step, one in held if old.get(mark(step), ()) != mark(one)]
+    return {"steps": [[*step, look.value(one, f"{where}{Step(*step)}")] for step, one in changed]}
+
+
+def _partial(look: Look, value: Any, before: Content | None, where: str) -> Entry:
+    return {"items": [look.value(one, where) for one in (value.func, value.args, value.keywords)]}
+
+
+def _method(look: Look, value: Any, before: Content | None, where: str) -> Entry:
+    return {"self": look.value(value.__self__, where), "name": value.__func__.__name__}
+
+
+def _class(look: Look, value: Any, where: str) -> Entry:
+    return {"of": look.value(type(value), where)} if own.is_own_class(type(value)) else {}
+
+
+_WRITERS: dict[str, Callable[[Look, Any, Content | None, str], Entry]] = {
+    "list": _list,
+    "tuple": _tuple,
+    "dict": _dict,
+    "set": _set,
+    "buffer": _buffer,
+    "array": _array,
+    "tensor": _tensor,
+    "generator": _generator,
+    "count": _count,
+    "enum": _enum,
+    "object": _object,
+    "class": _attributes,
+    "function": _attributes,
+    "module": _attributes,
+    "network": _attributes,
+    "partial": _partial,
+    "method": _method,
+}

@@ -1,0 +1,44 @@
+"""What other parts of a checkpoint restore: the script's variables refer to it by its name there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from ..files import sharded_tensor
+
+
+class Owned:
+    """The objects that are restored by something else, each with a name."""
+
+    def __init__(self, named: Iterable[tuple[str, Any]] = ()) -> None:
+        self._names: dict[int, str] = {}
+        self._objects: dict[str, Any] = {}
+        self._memory: dict[int, str] = {}
+        """The tensors by where their memory begins."""
+        for name, value in named:
+            self._names.setdefault(id(value), name)
+            self._objects.setdefault(name, value)
+            if isinstance(value, torch.Tensor) and (place := _memory(value)):
+                self._memory.setdefault(place, name)
+
+    def name(self, value: Any) -> str | None:
+        """Return the name of an object that is owned."""
+        return self._names.get(id(value))
+
+    def object(self, name: str) -> Any:
+        """Return the object of a name; KeyError if there is none."""
+        return self._objects[name]
+
+    def base(self, value: Any) -> str | None:
+        """Return the name of a tensor that shares its memory with another one, which has a name."""
+        return self._memory.get(_memory(value)) if isinstance(value, torch.Tensor) else None
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    here = sharded_tensor.local(tensor)
+    if here.layout is not torch.strided or here.is_meta:
+        return 0
+    return here.untyped_storage().data_ptr()

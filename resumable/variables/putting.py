@@ -1,0 +1,265 @@
+"""What a look has stored, put back: all is found first, then filled in place or made, and bound last."""
+
+from __future__ import annotations
+
+import array
+import collections
+import itertools
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from types import FunctionType, MethodType
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..objects import own, walks
+from ..objects.kinds import Step
+from ..objects.walks import Finder
+from . import atoms, filling
+from .atoms import Hole
+from .looks import Entry, Namespace, class_name
+from .owned import Owned
+
+_NOTHING: Any = object()
+_HEAD = {"kind", "class", "at", "owned", "hole"}
+"""What says which object it is, and not what is in it."""
+
+
+class Putting:
+    """Puts one stored look back, at as many heads as there are; what it has made stays the same object."""
+
+    def __init__(self, tree: Mapping[str, Any]) -> None:
+        self._entries: Sequence[Entry] = tree["entries"]
+        self._namespaces: Sequence[Any] = tree["namespaces"]
+        self._made: dict[int, Any] = {}
+        self._found: dict[int, Any] = {}
+        self._filled: set[int] = set()
+        self.bound: set[tuple[str, str]] = set()
+        """The variables that were bound, with the keys of their namespaces."""
+        self.problems: list[str] = []
+        """What cannot be put back."""
+
+    def put(self, namespaces: Iterable[Namespace], owned: Owned) -> list[str]:
+        """Put everything back; return the names of the variables that were bound."""
+        there = {one.key: one for one in namespaces}
+        self.problems, self._filled = [], set()
+        self._find(there, owned)
+        for number, entry in enumerate(self._entries):
+            if number in self._found and entry.keys() - _HEAD:
+                self._try(self._text(entry), partial(self._object, number))
+        return [name for key, rows in self._namespaces for name in self._bound(there.get(key), rows)]
+
+    def _find(self, there: Mapping[str, Namespace], owned: Owned) -> None:
+        # What was found stays: its variable may be bound to another object since.
+        finder = Finder(root for one in there.values() for root in one.roots())
+        for number, entry in enumerate(self._entries):
+            if number not in self._found and (entry.get("at") or [[None]])[0][0] in (*there, None):
+                value = self._try(self._text(entry), partial(_find, entry, finder, owned))
+                if value is not _NOTHING:
+                    self._found[number] = value
+
+    def _text(self, entry: Entry) -> str:
+        return (
+            walks.text(tuple(path_of(entry))) if "at" in entry else entry.get("class", "").rpartition(":")[2]
+        )
+
+    def _try(self, name: str, call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except Hole as hole:
+            problem = f"{name}: {hole}"
+            self.problems += [problem] if problem not in self.problems else []
+            return _NOTHING
+
+    def _bound(self, there: Namespace | None, rows: Sequence[Any]) -> list[str]:
+        if there is None:
+            # The function of an inner loop runs when that loop is reached.
+            return []
+        values = {}
+        for name, stored in rows:
+            is_count = self._is_count(stored, there.variables.get(name))
+            if name not in there.may_be_bound and not is_count:
+                self.problems.append(f"{name}: no loop of the script assigns it")
+            elif (value := self._try(name, partial(self.value, stored))) is not _NOTHING:
+                values[name] = value
+        there.bind(values)
+        self.bound |= {(there.key, name) for name in values}
+        return [*values]
+
+    def _is_count(self, stored: Any, live: Any) -> bool:
+        """Whether a count takes the place of a count: none can be filled in place."""
+        kind = (
+            self._entries[stored["entry"]].get("kind") if type(stored) is dict and "entry" in stored else ""
+        )
+        return kind == "count" and type(live) is itertools.count
+
+    def value(self, stored: Any) -> Any:
+        """Return what a value of the tree stands for."""
+        if type(stored) is tuple:
+            return tuple(map(self.value, stored))
+        if type(stored) is not dict:
+            return stored
+        if "atom" in stored:
+            return atoms.back(*stored["atom"])
+        return self._object(stored["entry"])
+
+    def values(self, stored: Any) -> list[Any]:
+        """Return what stands in a list, which may be an array of numbers."""
+        return stored.tolist() if isinstance(stored, np.ndarray) else [*map(self.value, stored)]
+
+    def _object(self, number: int) -> Any:
+        entry = self._entries[number]
+        live = self._found.get(number, self._made.get(number, _NOTHING))
+        if number in self._filled:
+            return live
+        if "hole" in entry:
+            raise Hole(entry["hole"])
+        if live is _NOTHING and "at" in entry:
+            raise Hole(f"{self._text(entry)} is not there any more")
+        if not entry.keys() - _HEAD:
+            self._filled.add(number)
+            return live
+        if live is _NOTHING:
+            # Before it is filled: what is in it may lead to it again.
+            live = _MAKERS[entry["kind"]](self, entry)
+            self._made[number] = live
+        self._filled.add(number)
+        filling.FILLERS.get(entry["kind"], filling.nothing)(self, live, entry)
+        return live
+
+
+def _find(entry: Entry, finder: Finder, owned: Owned) -> Any:
+    """Return the object of an entry that is there already."""
+    if name := entry.get("owned") or entry.get("view", [""])[0]:
+        try:
+            found = owned.object(name)
+        except KeyError:
+            raise Hole(f"{name} is not there any more") from None
+        if "owned" in entry:
+            return found
+    if "at" in entry:
+        try:
+            value = finder.find(path_of(entry))
+        except KeyError:
+            raise Hole("it is not there any more") from None
+        if class_name(type(value)) != entry["class"]:
+            raise Hole(f"it is a {type(value).__name__} now")
+        return value
+    return found.detach().as_strided(*entry["view"][1:]) if "view" in entry else _NOTHING
+
+
+def path_of(entry: Entry) -> list[Step]:
+    """Return the path of an object that was there when the loop began."""
+    return [Step(*one) for one in entry["at"]]
+
+
+def _list(put: Putting, entry: Entry) -> Any:
+    return collections.deque(maxlen=entry["maxlen"]) if entry["class"].endswith(":deque") else []
+
+
+def _tuple(put: Putting, entry: Entry) -> Any:
+    items = put.values(entry["items"])
+    if "of" in entry:
+        of = put.value(entry["of"])
+        if not isinstance(of, type) or not issubclass(of, tuple) or not own.is_own_class(of):
+            raise Hole(entry["class"])
+        return tuple.__new__(of, items)
+    return torch.Size(items) if entry["class"] == class_name(torch.Size) else tuple(items)
+
+
+_DICTS: dict[str, Any] = {
+    class_name(one): one
+    for one in (dict, collections.OrderedDict, collections.defaultdict, collections.Counter)
+}
+
+
+def _dict(put: Putting, entry: Entry) -> Any:
+    if entry["class"] not in _DICTS:
+        raise Hole(entry["class"])
+    return _DICTS[entry["class"]]()
+
+
+def _set(put: Putting, entry: Entry) -> Any:
+    return frozenset(put.values(entry["items"])) if entry["class"].endswith(":frozenset") else set()
+
+
+def _buffer(put: Putting, entry: Entry) -> Any:
+    return array.array(entry["typecode"]) if entry["typecode"] else bytearray()
+
+
+def _array(put: Putting, entry: Entry) -> Any:
+    if "shape" in entry:
+        return np.empty(entry["shape"], object)
+    return np.empty_like(entry["array"])
+
+
+def _tensor(put: Putting, entry: Entry) -> Any:
+    new = entry["tensor"].clone()
+    if entry["is_parameter"]:
+        return torch.nn.Parameter(new, entry["requires_grad"])
+    return new.requires_grad_(entry["requires_grad"])
+
+
+def _generator(put: Putting, entry: Entry) -> Any:
+    makers: dict[str, Callable[[], Any]] = {
+        class_name(random.Random): random.Random,
+        class_name(torch.Generator): torch.Generator,
+        class_name(np.random.RandomState): np.random.RandomState,
+    }
+    if (make := makers.get(entry["class"])) is not None:
+        return make()
+    return filling.numpy_generator(entry["state"])
+
+
+def _count(put: Putting, entry: Entry) -> Any:
+    return itertools.count(*entry["count"])
+
+
+def _enum(put: Putting, entry: Entry) -> Any:
+    of = put.value(entry["of"]) if "of" in entry else None
+    if not isinstance(of, type) or entry["member"] not in getattr(of, "_member_map_", {}):
+        raise Hole(entry["class"])
+    return of._member_map_[entry["member"]]  # type: ignore[attr-defined]
+
+
+def _new_object(put: Putting, entry: Entry) -> Any:
+    of = put.value(entry["of"]) if "of" in entry else None
+    if not isinstance(of, type) or not own.is_own_class(of) or hasattr(of, "__del__"):
+        raise Hole(entry["class"])
+    if any(type(one) is dict and "hole" in put._entries[one.get("entry", 0)] for _, one in entry["set"]):
+        # Never half an object.
+        raise Hole(f"{entry['class']} holds something that no checkpoint can have")
+    base = next((one for one in (dict, list, collections.deque, set) if issubclass(of, one)), object)
+    return base.__new__(of)
+
+
+def _partial(put: Putting, entry: Entry) -> Any:
+    function, arguments, keywords = put.values(entry["items"])
+    return partial(function, *arguments, **keywords)
+
+
+def _method(put: Putting, entry: Entry) -> Any:
+    owner = put.value(entry["self"])
+    for of in type(owner).__mro__:
+        if type(found := own.namespace(of).get(entry["name"])) is FunctionType:
+            return MethodType(found, owner)
+    raise Hole(f"{entry['class']} {entry['name']}")
+
+
+_MAKERS: dict[str, Callable[[Putting, Entry], Any]] = {
+    "list": _list,
+    "tuple": _tuple,
+    "dict": _dict,
+    "set": _set,
+    "buffer": _buffer,
+    "array": _array,
+    "tensor": _tensor,
+    "generator": _generator,
+    "count": _count,
+    "enum": _enum,
+    "object": _new_object,
+    "partial": _partial,
+    "method": _method,
+}

@@ -1,0 +1,233 @@
+"""What the loops of a script change in its variables is stored, and put back at their heads."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from forks import Forks
+from places import DATA, SUPPORT
+
+from resumable.objects import walks
+from resumable.variables.looks import Look, Namespace
+from resumable.variables.owned import Owned
+from resumable.variables.putting import Putting
+
+HEAD = f"""
+import sys
+sys.path.insert(0, {str(SUPPORT / "site-packages")!r})
+from carrying import batches, epochs, note
+"""
+
+LOOP = """
+for epoch in epochs(3):
+    START
+    for batch in batches(3):
+        CHANGE
+        note(batch, SHOWN)
+    END
+note(SHOWN)
+"""
+IN_FUNCTION = """
+def main():
+    BODY
+
+main()
+"""
+METER = """
+class Meter:
+    best = None
+
+    def __init__(self):
+        self.sum, self.count, self.seen = 0.0, 0, []
+
+    def update(self, x):
+        self.sum += x / 3
+        self.count += 1
+        self.seen.append(x)
+"""
+
+
+def script(text: str) -> str:
+    """Return the script that a section describes."""
+    before, change, shown, end, start = [*text.split("\n-- "), "pass", "pass"][:5]
+    body = LOOP.replace("CHANGE", change.replace("\n", "\n        ")).replace("SHOWN", shown)
+    head = before.replace("NUMPY", "import numpy as np").replace("METER", METER)
+    return f"{head}\n{body.replace('END', end).replace('START', start)}"
+
+
+ALL = dict(one.split("\n", 1) for one in (DATA / "carrying.txt").read_text().strip().split("\n## ")[1:])
+
+
+def variants(source: str) -> dict[str, str]:
+    """Return a script as it is, and in a function."""
+    return {"module": source, "function": IN_FUNCTION.replace("BODY", source.strip().replace("\n", "\n    "))}
+
+
+def noted(forks: Forks, source: str, folder: Path, stops: Sequence[int] = ()) -> tuple[list[list[str]], str]:
+    """Return what all starts of a script have noted, each stopped after a number of bodies but the last."""
+    folder.mkdir()
+    (folder / "train.py").write_text(HEAD + source)
+    for stop in (*stops, -1):
+        forks.run(["train.py"], folder, environment={"STOP": str(stop)}).checked()
+    lines = (folder / "noted").read_text().splitlines()
+    return [json.loads(one) for one in lines], (folder / "problems").read_text()
+
+
+@pytest.mark.parametrize("where", ["module", "function"])
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.quick(9)
+def test_what_a_loop_changes_in_variables_comes_back(
+    name: str, where: str, forks: Forks, tmp_path: Path
+) -> None:
+    source = variants(script(ALL[name]))[where]
+    expected, _ = noted(forks, source, tmp_path / "plain")
+    dice = random.Random(name)
+
+    for number, stops in enumerate(([2, 2], [3, 1], [4, 1, 3], [dice.randrange(1, 9), dice.randrange(1, 3)])):
+        found = noted(forks, source, tmp_path / str(number), stops)
+        assert (stops, *found) == (stops, expected, "")
+
+
+EDITED = """
+import sys
+patience, rate, best = 5, {'decays': 1.0, 'stays': 1.0}, 0
+if 'edited' in sys.argv:
+    patience, rate, best = 9, {'decays': 7.0, 'stays': 7.0}, 7
+for epoch in epochs(2):
+    for batch in batches(2):
+        best += 1
+        rate['decays'] /= 2
+        note(patience, rate, best)
+"""
+
+
+def test_what_the_loop_leaves_alone_is_what_the_script_says_now(forks: Forks, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(HEAD + EDITED)
+    for stop, arguments in (("1", []), ("1", ["edited"]), ("-1", ["edited"])):
+        forks.run(["train.py", *arguments], tmp_path, environment={"STOP": stop}).checked()
+    lines = [json.loads(one) for one in (tmp_path / "noted").read_text().splitlines()]
+
+    assert lines == [
+        ["5", "{'decays': 0.5, 'stays': 1.0}", "1"],
+        ["9", "{'decays': 0.25, 'stays': 7.0}", "2"],
+        ["9", "{'decays': 0.125, 'stays': 7.0}", "3"],
+        ["9", "{'decays': 0.0625, 'stays': 7.0}", "4"],
+    ]
+
+
+BETWEEN = """
+count, seen, on = 0, [], False
+for epoch in epochs(2):
+    count += 1
+    seen.append(count)
+    for batch in batches(3):
+        note(count, seen)
+note(count, seen)
+"""
+
+
+def test_what_the_lines_between_the_heads_change_is_put_back_again(forks: Forks, tmp_path: Path) -> None:
+    expected, _ = noted(forks, BETWEEN, tmp_path / "plain")
+
+    assert noted(forks, BETWEEN, tmp_path / "stopped", [2, 1, 1]) == (expected, "")
+
+
+def names(variables: dict[str, Any], may_be_bound: Collection[str] = ()) -> Namespace:
+    """Return the variables of a module that does not run."""
+    return Namespace("module:train", variables, None, frozenset(may_be_bound), variables.update)
+
+
+def stored(before: Namespace, change: Any, bound: Mapping[str, Any], owned: Owned | None = None) -> Any:
+    """Return what a look stores of a change in place, and of variables that are bound."""
+    first = Look(owned or Owned(), {})
+    look = Look(owned or Owned(), walks.met(walks.walk(before.roots(), first.is_leaf)))
+    change(before.variables)
+    look.changes(before.roots())
+    rows = [[name, look.value(one, name)] for name, one in bound.items()]
+    return {"namespaces": [["module:train", rows]], "entries": look.entries}, look.lost
+
+
+def test_what_a_part_restores_is_referred_to_and_not_copied() -> None:
+    weight, other = torch.zeros(2, 3), torch.ones(2, 3)
+    owned, owned_later = Owned([("model.weight", weight)]), Owned([("model.weight", other)])
+    bound = {"tied": weight, "row": weight[1], "both": [weight, weight.detach()]}
+    tree, lost = stored(names({}), lambda held: weight.add_(1), bound, owned)
+
+    later = names({"tied": None, "row": None, "both": None}, bound)
+    Putting(tree).put([later], owned_later)
+    other[1] = 5
+
+    held = later.variables
+    assert lost == []
+    assert held["tied"] is held["both"][0] is other
+    assert held["row"].tolist() == [5, 5, 5]
+    assert held["both"][1].data_ptr() == other.data_ptr()
+
+
+def test_only_what_a_loop_assigns_is_bound() -> None:
+    tree, _ = stored(names({}), lambda _: None, {"command": "rm", "best": 1})
+    later = names({"command": "ls"}, {"best"})
+    putting = Putting(tree)
+
+    assert putting.put([later], Owned()) == ["best"]
+    assert later.variables == {"command": "ls", "best": 1}
+    assert putting.problems == ["command: no loop of the script assigns it"]
+
+
+class Reader:
+    """What holds something that no checkpoint can have."""
+
+    def __init__(self) -> None:
+        self.lock, self.lines = threading.Lock(), 3
+
+
+def test_an_object_made_in_the_loop_is_never_made_half() -> None:
+    tree, lost = stored(names({"Reader": Reader}), lambda _: None, {"reader": Reader(), "lines": 3})
+    later = names({"Reader": Reader, "reader": "as it is"}, {"reader", "lines"})
+    putting = Putting(tree)
+    putting.put([later], Owned())
+
+    assert lost == [("reader.lock", "a library that was made in the loop")]
+    assert later.variables == {"Reader": Reader, "reader": "as it is", "lines": 3}
+    assert putting.problems == [f"reader: {__name__}:Reader holds something that no checkpoint can have"]
+
+
+def test_what_is_not_there_any_more_is_named_and_the_rest_is_put_back() -> None:
+    before = names({"a": {"x": [1]}, "b": np.zeros(2), "c": [1]})
+
+    def change(held: Any) -> None:
+        held["a"]["x"].append(2)
+        held["b"] += 1
+        held["c"].append(3)
+
+    tree, _ = stored(before, change, {})
+    later, putting = names({"a": {"y": [1]}, "b": np.zeros(3), "c": [1]}), Putting(tree)
+    putting.put([later], Owned())
+
+    assert later.variables["c"] == [1, 3]
+    assert later.variables["a"] == {"y": [1]}
+    assert putting.problems == [
+        "a['x']: it is not there any more",
+        "b: an array of float64[3] where one of float64[2] was",
+    ]
+
+
+def test_a_second_head_fills_the_same_objects_again() -> None:
+    tree, _ = stored(names({}), lambda _: None, {"best": {"w": [1.0]}})
+    later, putting = names({"best": None}, {"best"}), Putting(tree)
+    putting.put([later], Owned())
+    first = later.variables["best"]
+    first["w"].append(2)
+    later.variables["best"] = None
+    putting.put([later], Owned())
+
+    assert later.variables["best"] is first
+    assert first == {"w": [1.0]}
