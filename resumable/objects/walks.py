@@ -91,13 +91,12 @@ class Met(NamedTuple):
         return type(value) is self.of and (self.reference is None or self.reference() is value)
 
 
-def met(nodes: Iterable[Node]) -> dict[int, Met]:
+def met(nodes: Iterable[Node], content_of: Callable[[Node], Content] | None = None) -> dict[int, Met]:
     """Return the objects of a walk by their identity, as they are now, without keeping them."""
+    content_of = content_of or (lambda node: content(node.value, node.kind))
     return {
-        id(node.value): Met(
-            node.path, type(node.value), node.kind, content(node.value, node.kind), _weak(node.value)
-        )
-        for node in nodes
+        id(one.value): Met(one.path, type(one.value), one.kind, content_of(one), _weak(one.value))
+        for one in nodes
     }
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from ..objects import slots
+from . import states
 from .atoms import Hole
 from .looks import FACTORIES, Entry
 
@@ -123,6 +124,12 @@ def _object(put: Putting, live: Any, entry: Entry) -> None:
             held[name] = one
 
 
+def _state(put: Putting, live: Any, entry: Entry) -> None:
+    if not states.has_state(live, "library"):
+        raise Hole(f"a {type(live).__name__} takes no state")
+    live.load_state_dict(entry["of_itself"])
+
+
 def _attributes(put: Putting, live: Any, entry: Entry) -> None:
     for how, name, stored in entry["steps"]:
         if type(stored) is dict and "entry" in stored and how in ("method", "__bases__"):
@@ -162,4 +169,5 @@ FILLERS: dict[str, Callable[[Putting, Any, Entry], None]] = {
     "function": _attributes,
     "module": _attributes,
     "network": _attributes,
+    "library": _state,
 }

@@ -14,7 +14,7 @@ from ..objects import contents, kinds, own, slots, walks
 from ..objects.contents import Content, content, mark
 from ..objects.kinds import Step
 from ..objects.walks import Met, Node, Path
-from . import atoms
+from . import atoms, signs, states
 from .atoms import Hole
 from .owned import Owned
 
@@ -65,19 +65,22 @@ class Look:
 
     def is_leaf(self, node: Node) -> bool:
         """Whether the objects in an object are of no interest here."""
-        return self._owned.name(node.value) is not None or node.kind in ("library", "module")
+        is_whole = self._owned.name(node.value) is not None or node.kind in ("library", "module")
+        return is_whole or signs.inside(node.value) is not None
 
     def changes(self, roots: Iterable[tuple[Step, Any]]) -> list[str]:
         """Encode all objects that were there before and have changed; return where they are."""
         found = []
         for node in walks.walk(roots, self.is_leaf):
-            if (
-                node.kind not in _NEVER_CHANGED
-                and self.known(node.value)
-                and not self.is_unchanged(node.value)
-            ):
-                self._number(node.value, str(node))
-                found.append(str(node))
+            is_fixed = node.kind in _NEVER_CHANGED and not states.has_state(node.value, node.kind)
+            if is_fixed or not self.known(node.value) or self.is_unchanged(node.value):
+                continue
+            if held := signs.inside(node.value):
+                # Never half an object.
+                self.lost.append((str(node), f"it holds {held}"))
+                continue
+            self._number(node.value, str(node))
+            found.append(str(node))
         return found
 
     def known(self, value: Any) -> Met | None:
@@ -90,9 +93,9 @@ class Look:
         if kinds.is_atom(value) or self._owned.name(value) is not None:
             return True
         met = self.known(value)
-        return met is not None and (
-            met.kind in ("library", "module") or met.content == content(value, met.kind)
-        )
+        if met is None or states.has_state(value, met.kind):
+            return met is not None and met.content == states.state_content(value)
+        return met.kind in ("library", "module") or met.content == content(value, met.kind)
 
     def is_known(self, value: Any) -> bool:
         """Whether a value needs no entry of its own: it was there before, and is told by its path."""
@@ -130,8 +133,10 @@ class Look:
             entry["at"] = out_of(met.path)
             if kind in _IMMUTABLE or self.is_unchanged(value):
                 return entry
+        elif held := signs.live(value) or signs.inside(value):
+            raise Hole(held if signs.live(value) else f"it holds {held}")
         elif kind in ("function", "class", "module", "library", "network"):
-            raise Hole(f"a {kind} that was made in the loop")
+            raise Hole(f"a {type(value).__name__} that was made in the loop")
         before = met.content if met is not None and "at" in entry else None
         return entry | _WRITERS[kind](self, value, before, where)
 
@@ -280,6 +285,10 @@ def _method(look: Look, value: Any, before: Content | None, where: str) -> Entry
     return {"self": look.value(value.__self__, where), "name": value.__func__.__name__}
 
 
+def _state(look: Look, value: Any, before: Content | None, where: str) -> Entry:
+    return {"of_itself": states.state(value)}
+
+
 def _class(look: Look, value: Any, where: str) -> Entry:
     return {"of": look.value(type(value), where)} if own.is_own_class(type(value)) else {}
 
@@ -302,4 +311,5 @@ _WRITERS: dict[str, Callable[[Look, Any, Content | None, str], Entry]] = {
     "network": _attributes,
     "partial": _partial,
     "method": _method,
+    "library": _state,
 }

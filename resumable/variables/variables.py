@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 from ..objects import own, walks
 from ..objects.contents import mark
 from ..objects.walks import Met
-from . import bytecode, frames
+from . import bytecode, frames, states
+from .holds import Hold
 from .looks import Look, Namespace
 from .owned import Owned
 from .putting import Putting
@@ -38,6 +39,7 @@ class Variables:
         self._owned = owned
         self._bases: dict[str, _Base] = {}
         self._putting: Putting | None = None
+        self._hold: Hold | None = None
         self._restored: set[tuple[str, str]] = set()
         """The variables that were put back once: they are stored even if they change no more."""
 
@@ -51,7 +53,7 @@ class Variables:
                 continue
             look = Look(owned, {})
             nodes = [one for one in walks.walk(namespace.roots(), look.is_leaf) if id(one.value) not in known]
-            met = walks.met(one for one in nodes if not owned.name(one.value))
+            met = walks.met((one for one in nodes if not owned.name(one.value)), states.content_of)
             marks = {name: mark(one) for name, one in namespace.variables.items()}
             self._bases[namespace.key] = _Base(identity, marks, met, heads)
             known |= met
@@ -88,14 +90,20 @@ class Variables:
         """Put back what was loaded; return the variables that were bound, and what cannot be put back."""
         if self._putting is None:
             return [], []
-        namespaces = [one for one, _, _ in self._namespaces(frame)]
-        names = self._putting.put(namespaces, self._owned())
+        namespaces, owned = [one for one, _, _ in self._namespaces(frame)], self._owned()
+        if self._hold is not None:
+            self._hold.put_back(namespaces)
+            namespaces = [one for one, _, _ in self._namespaces(frame)]
+        names = self._putting.put(namespaces, owned)
+        if self._hold is None:
+            # As they are now, with what was bound.
+            self._hold = Hold([one for one, _, _ in self._namespaces(frame)], owned)
         self._restored |= self._putting.bound
         return names, self._putting.problems
 
     def handed(self) -> None:
         """A body was handed out: nothing is put back any more."""
-        self._putting = None
+        self._putting = self._hold = None
 
     def _known(self) -> dict[int, Met]:
         return {at: met for base in self._bases.values() for at, met in base.met.items()}

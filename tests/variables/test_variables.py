@@ -195,9 +195,24 @@ def test_an_object_made_in_the_loop_is_never_made_half() -> None:
     putting = Putting(tree)
     putting.put([later], Owned())
 
-    assert lost == [("reader.lock", "a library that was made in the loop")]
+    assert lost == [("reader", "it holds a lock")]
     assert later.variables == {"Reader": Reader, "reader": "as it is", "lines": 3}
-    assert putting.problems == [f"reader: {__name__}:Reader holds something that no checkpoint can have"]
+    assert putting.problems == ["reader: it holds a lock"]
+
+
+def test_an_object_with_an_open_file_is_left_whole() -> None:
+    before = names({"reader": Reader(), "other": [1]})
+
+    def change(held: Any) -> None:
+        held["reader"].lines += 1
+        held["other"].append(2)
+
+    tree, lost = stored(before, change, {})
+    later, putting = names({"reader": Reader(), "other": [1]}), Putting(tree)
+    putting.put([later], Owned())
+
+    assert lost == [("reader", "it holds a lock")]
+    assert (later.variables["reader"].lines, later.variables["other"]) == (3, [1, 2])
 
 
 def test_what_is_not_there_any_more_is_named_and_the_rest_is_put_back() -> None:

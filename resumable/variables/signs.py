@@ -1,0 +1,45 @@
+"""Sure signs of what no checkpoint can have: open files, threads, locks, and iterators that have begun."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import multiprocessing.process
+import socket
+import subprocess
+import threading
+from collections.abc import Iterator
+from types import AsyncGeneratorType, CoroutineType, GeneratorType
+from typing import Any
+
+from ..objects import kinds, own, slots
+
+_LIVE: tuple[tuple[str, tuple[type, ...]], ...] = (
+    ("an open file", (io.IOBase,)),
+    ("a socket", (socket.socket,)),
+    ("a thread", (threading.Thread,)),
+    ("a process", (multiprocessing.process.BaseProcess, subprocess.Popen)),
+    ("a lock", (type(threading.Lock()), type(threading.RLock()), threading.Condition, threading.Event)),
+    ("a generator", (GeneratorType, CoroutineType, AsyncGeneratorType)),
+)
+
+
+def live(value: Any) -> str | None:
+    """Return what an object is if it stands for something outside of this process' memory, or has begun.
+
+    >>> live(iter([1, 2])), live(threading.Lock()), live([1, 2])
+    ('an iterator', 'a lock', None)
+    """
+    of = type(value)
+    for name, some in _LIVE:
+        if issubclass(of, some):
+            return name
+    is_iterator = issubclass(of, Iterator) and of is not itertools.count and not own.is_own_class(of)
+    return "an iterator" if is_iterator else None
+
+
+def inside(value: Any) -> str | None:
+    """Return what of this kind an object of the script holds as one of its attributes."""
+    if kinds.kind_of(value) != "object":
+        return None
+    return next((found for one in slots.attributes(value).values() if (found := live(one))), None)
