@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ..objects import slots
-from . import states
+from . import libraries, states
 from .atoms import Hole
 from .looks import FACTORIES, Entry
 
@@ -125,9 +125,27 @@ def _object(put: Putting, live: Any, entry: Entry) -> None:
 
 
 def _state(put: Putting, live: Any, entry: Entry) -> None:
-    if not states.has_state(live, "library"):
+    if "data" in entry:
+        _data(put, live, entry["data"])
+    elif states.has_state(live, "library"):
+        live.load_state_dict(entry["of_itself"])
+    else:
         raise Hole(f"a {type(live).__name__} takes no state")
-    live.load_state_dict(entry["of_itself"])
+
+
+def _data(put: Putting, live: Any, rows: Any) -> None:
+    """Fill an object of a library with numbers: no text, no code, no object."""
+    new, there = {name: put.value(stored) for name, stored in rows}, slots.attributes(live)
+    for name, one in new.items():
+        is_there = name in there and libraries.may_follow(type(there[name]), type(one))
+        if not is_there or not libraries.is_data(one):
+            raise Hole(f"{name} of a {type(live).__name__} takes no {type(one).__name__}")
+    members, held = dict(slots.members(type(live))), slots.dictionary(live)
+    for name, one in new.items():
+        if name in members:
+            members[name].__set__(live, one)
+        elif held is not None:
+            held[name] = one
 
 
 def _attributes(put: Putting, live: Any, entry: Entry) -> None:

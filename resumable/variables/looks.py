@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,13 +14,14 @@ from ..objects import contents, kinds, own, slots, walks
 from ..objects.contents import Content, content, mark
 from ..objects.kinds import Step
 from ..objects.walks import Met, Node, Path
-from . import atoms, signs, states
+from . import atoms, libraries, signs, states
 from .atoms import Hole
+from .libraries import Libraries
 from .owned import Owned
 
 Entry = dict[str, Any]
 _IMMUTABLE = {"tuple", "count", "enum", "method", "partial"}
-_NEVER_CHANGED = {*_IMMUTABLE, "library", "module"}
+_NEVER_CHANGED = {*_IMMUTABLE, "module"}
 """Kinds that cannot be filled in place; the variables of a module are looked at by themselves."""
 _MANY = 64
 """A list of more numbers is stored as an array."""
@@ -56,6 +57,7 @@ class Look:
 
     def __init__(self, owned: Owned, known: Mapping[int, Met]) -> None:
         self._owned, self._known = owned, known
+        self._libraries = Libraries(owned)
         self._numbers: dict[int, int] = {}
         self._kept: list[Any] = []
         """The objects of the entries, which keep their identity as long as this lives."""
@@ -65,15 +67,22 @@ class Look:
 
     def is_leaf(self, node: Node) -> bool:
         """Whether the objects in an object are of no interest here."""
-        is_whole = self._owned.name(node.value) is not None or node.kind in ("library", "module")
-        return is_whole or signs.inside(node.value) is not None
+        if self._owned.name(node.value) is not None or signs.inside(node.value) is not None:
+            return True
+        if node.kind == "library":
+            return states.has_state(node.value, node.kind) or not self._libraries.is_open(node.value)
+        return node.kind == "module"
 
     def changes(self, roots: Iterable[tuple[Step, Any]]) -> list[str]:
         """Encode all objects that were there before and have changed; return where they are."""
         found = []
         for node in walks.walk(roots, self.is_leaf):
-            is_fixed = node.kind in _NEVER_CHANGED and not states.has_state(node.value, node.kind)
-            if is_fixed or not self.known(node.value) or self.is_unchanged(node.value):
+            if node.kind in _NEVER_CHANGED or not self.known(node.value) or self.is_unchanged(node.value):
+                continue
+            if node.kind == "library" and not states.has_state(node.value, node.kind) and self.is_leaf(node):
+                continue
+            if self._is_foreign(node):
+                self.lost.append((str(node), "other than numbers in an object of a library"))
                 continue
             if held := signs.inside(node.value):
                 # Never half an object.
@@ -82,6 +91,12 @@ class Look:
             self._number(node.value, str(node))
             found.append(str(node))
         return found
+
+    def _is_foreign(self, node: Node) -> bool:
+        """Whether an object in one of a library may not be filled."""
+        if node.kind == "library" or not libraries.is_inside(_kinds_above(node)):
+            return False
+        return node.kind not in libraries.FILLED or not libraries.is_data(node.value)
 
     def known(self, value: Any) -> Met | None:
         """Return an object as it was when the loop began; None if it was not there."""
@@ -95,7 +110,7 @@ class Look:
         met = self.known(value)
         if met is None or states.has_state(value, met.kind):
             return met is not None and met.content == states.state_content(value)
-        return met.kind in ("library", "module") or met.content == content(value, met.kind)
+        return met.kind == "module" or met.content == content(value, met.kind)
 
     def is_known(self, value: Any) -> bool:
         """Whether a value needs no entry of its own: it was there before, and is told by its path."""
@@ -174,6 +189,13 @@ class Look:
         if old is None:
             return entry | {"is_all": True}
         return entry | ({"gone": [key for _, key in gone]} if gone else {})
+
+
+def _kinds_above(node: Node) -> Iterator[str]:
+    above = node.owner
+    while above is not None:
+        yield above.kind
+        above = above.owner
 
 
 def class_name(of: type) -> str:
@@ -286,7 +308,24 @@ def _method(look: Look, value: Any, before: Content | None, where: str) -> Entry
 
 
 def _state(look: Look, value: Any, before: Content | None, where: str) -> Entry:
-    return {"of_itself": states.state(value)}
+    if states.has_state(value, "library"):
+        return {"of_itself": states.state(value)}
+    return _of_library(look, value, before, where)
+
+
+def _of_library(look: Look, value: Any, before: Content | None, where: str) -> Entry:
+    """Return the attributes that have changed, as far as they are data of the type that was there."""
+    old = before.items if before is not None and before.items is not None else {}
+    rows = []
+    for name, one in slots.attributes(value).items():
+        was: Any = old.get(mark(name))
+        if was == mark(one):
+            continue
+        if was is not None and libraries.may_follow(was[0], type(one)) and libraries.is_data(one):
+            rows.append([name, look.value(one, f"{where}.{name}")])
+        else:
+            look.lost.append((f"{where}.{name}", f"a {type(one).__name__} in an object of a library"))
+    return {"data": rows}
 
 
 def _class(look: Look, value: Any, where: str) -> Entry:

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..objects import own, walks
+from ..objects import kinds, own, walks
 from ..objects.kinds import Step
 from ..objects.walks import Finder
-from . import atoms, filling
+from . import atoms, filling, libraries
 from .atoms import Hole
 from .looks import Entry, Namespace, class_name
 from .owned import Owned
@@ -36,6 +36,8 @@ class Putting:
         self._made: dict[int, Any] = {}
         self._found: dict[int, Any] = {}
         self._filled: set[int] = set()
+        self._foreign: set[int] = set()
+        """The entries that are in objects of libraries."""
         self.bound: set[tuple[str, str]] = set()
         """The variables that were bound, with the keys of their namespaces."""
         self.problems: list[str] = []
@@ -57,6 +59,10 @@ class Putting:
         for number, entry in enumerate(self._entries):
             if number not in self._found and (entry.get("at") or [[None]])[0][0] in (*there, None):
                 value = self._try(self._text(entry), partial(_find, entry, finder, owned))
+                if value is not _NOTHING and "at" in entry:
+                    path = path_of(entry)
+                    above = (kinds.kind_of(finder.find(path[:end])) for end in range(len(path) - 1, 0, -1))
+                    self._foreign |= {number} if libraries.is_inside(above) else set()
                 if value is not _NOTHING:
                     self._found[number] = value
 
@@ -125,9 +131,15 @@ class Putting:
             # Before it is filled: what is in it may lead to it again.
             live = _MAKERS[entry["kind"]](self, entry)
             self._made[number] = live
+        if number in self._foreign and not self._is_data(entry):
+            raise Hole("other than numbers in an object of a library")
         self._filled.add(number)
         filling.FILLERS.get(entry["kind"], filling.nothing)(self, live, entry)
         return live
+
+    def _is_data(self, entry: Entry) -> bool:
+        items = [*self.values(entry.get("items", ())), *(self.value(one) for _, one in entry.get("set", ()))]
+        return entry["kind"] in libraries.FILLED and all(map(libraries.is_data, items))
 
 
 def _find(entry: Entry, finder: Finder, owned: Owned) -> Any:

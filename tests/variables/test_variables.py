@@ -15,7 +15,7 @@ import torch
 from forks import Forks
 from places import DATA, SUPPORT
 
-from resumable.objects import walks
+from resumable.objects import own, walks
 from resumable.variables.looks import Look, Namespace
 from resumable.variables.owned import Owned
 from resumable.variables.putting import Putting
@@ -246,3 +246,80 @@ def test_a_second_head_fills_the_same_objects_again() -> None:
 
     assert later.variables["best"] is first
     assert first == {"w": [1.0]}
+
+
+LIBRARY = """
+class Env:
+    def __init__(self):
+        import numpy as np
+        self.dice, self.state, self.steps = np.random.default_rng(3), None, 0
+        self.seen, self.name, self.inner, self.stats = [], "env", Inner(), {"mean": 0.0}
+
+    def step(self, x):
+        self.steps += 1
+        self.state = (self.dice.random() + x, [self.steps])
+        self.seen.append(self.state[0])
+        self.stats["mean"] += x
+        self.inner.count = self.inner.count + 1
+        return self.state
+
+class Inner:
+    __slots__ = ("count", "file")
+
+    def __init__(self):
+        self.count = 0
+"""
+IN_LIBRARY = """
+from library import Env
+env, wrapped = Env(), {'env': Env()}
+for epoch in epochs(2):
+    for batch in batches(3):
+        note(env.step(batch), wrapped['env'].step(1), env.seen, env.stats, env.inner.count)
+"""
+
+
+def test_numbers_in_objects_of_libraries_come_back(forks: Forks, tmp_path: Path) -> None:
+    for name in ("plain", "stopped"):
+        (tmp_path / f"{name}-library/site-packages").mkdir(parents=True)
+        (tmp_path / f"{name}-library/site-packages/library.py").write_text(LIBRARY)
+    head = "import sys; sys.path.insert(0, '../{}-library/site-packages')\n"
+    expected, _ = noted(forks, head.format("plain") + IN_LIBRARY, tmp_path / "plain")
+
+    found = noted(forks, head.format("stopped") + IN_LIBRARY, tmp_path / "stopped", [2, 2])
+    assert found == (expected, "")
+
+
+class Foreign:
+    """What is given the place of a library's object below."""
+
+    def __init__(self) -> None:
+        self.count, self.name, self.call, self.kept = 1, "ls", print, {"a": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("name", "rm"),
+        ("call", "rm"),
+        ("count", "rm"),
+        ("count", [print]),
+        ("other", 3),
+        ("kept", {"a": "rm"}),
+    ],
+)
+def test_nothing_but_numbers_is_put_into_an_object_of_a_library(
+    name: str, value: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(own, "is_own_class", lambda kind: kind is not Foreign)
+    before = names({"env": Foreign(), "print": print})
+    tree, lost = stored(before, lambda held: setattr(held["env"], name, value), {})
+    assert len(lost) == 1
+    (entry,) = [one for one in tree["entries"] if "data" in one]
+    entry["data"] = [[name, value if not isinstance(value, dict) else {"entry": len(tree["entries"])}]]
+    tree["entries"].append({"kind": "dict", "class": "builtins:dict", "set": [["a", "rm"]], "is_all": True})
+    later = names({"env": Foreign(), "print": print})
+    putting = Putting(tree)
+    putting.put([later], Owned())
+
+    assert vars(later.variables["env"]) == vars(Foreign())
+    assert len(putting.problems) == 1

@@ -1,0 +1,93 @@
+"""Objects of installed packages: which of them are looked into, and what of them may be filled."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..objects import kinds, own
+from . import signs
+from .owned import Owned
+
+_MOST = 2_000
+"""How many objects are looked at to see whether one leads to what no checkpoint can have."""
+_CLOSED = ("torch.utils.data",)
+"""Packages whose objects are left alone: data belong to their loaders."""
+_NOT_ENTERED = {"class", "function", "module", "method", "partial"}
+_NUMBERS = (bool, int, float, complex, np.generic)
+
+
+class Libraries:
+    """Which objects of libraries are looked into: none that leads to a file, a lock or a process."""
+
+    def __init__(self, owned: Owned) -> None:
+        self._owned = owned
+        self._found: dict[int, tuple[Any, bool]] = {}
+
+    def is_open(self, value: Any) -> bool:
+        """Whether an object of a library is looked into."""
+        if id(value) not in self._found:
+            seen = self._reached(value)
+            # What an open object leads to is open too: each object is looked at once.
+            known = seen.values() if seen is not None else (value,)
+            self._found |= {id(one): (one, seen is not None) for one in known}
+        return self._found[id(value)][1]
+
+    def _reached(self, root: Any) -> dict[int, Any] | None:
+        """Return all that an object leads to; None if that is too much, or cannot be in a checkpoint."""
+        seen: dict[int, Any] = {}
+        waiting = deque([root])
+        while waiting:
+            value = waiting.popleft()
+            kind = kinds.kind_of(value)
+            if id(value) in seen or kind in _NOT_ENTERED or self._owned.name(value) is not None:
+                continue
+            if not self._found.get(id(value), (None, True))[1] or signs.live(value) is not None:
+                return None
+            if own.module_of(type(value)).startswith(_CLOSED) or len(seen) >= _MOST:
+                return None
+            seen[id(value)] = value
+            waiting.extend(child for _, child in kinds.children(value, kind))
+        return seen
+
+
+def is_data(value: Any, depth: int = 0) -> bool:
+    """Whether a value is made of numbers, arrays, tensors and generators alone, in plain containers.
+
+    >>> is_data([1.0, {"a": np.zeros(2)}]), is_data(["text"]), is_data([print])
+    (True, False, False)
+    """
+    of = type(value)
+    if value is None or issubclass(of, _NUMBERS) or of is torch.Tensor:
+        return True
+    kind = kinds.kind_of(value)
+    if kind in ("generator", "array"):
+        return of is not np.ndarray or value.dtype.kind in "biufc"
+    if kind == "dict" and depth < 8:
+        pairs = kinds.entries_of(value)
+        return all(type(key) in (bool, int, float, str) and is_data(one, depth + 1) for key, one in pairs)
+    if (of in (tuple, torch.Size) or kind in ("list", "set")) and depth < 8:
+        return all(is_data(one, depth + 1) for one in kinds.held_in(value))
+    return False
+
+
+def is_inside(kinds_on_way: Iterable[str]) -> bool:
+    """Whether a way, as the kinds of its objects from its end on, is in an object of a library."""
+    for kind in kinds_on_way:
+        if kind in ("library", "object"):
+            return kind == "library"
+    return False
+
+
+FILLED = {"list", "dict", "set", "array", "tensor", "generator", "buffer", "library"}
+"""The kinds that are filled in objects of libraries."""
+
+
+def may_follow(before: type, now: type) -> bool:
+    """Whether a value of one class may take the place of one of another in an object of a library."""
+    numbers = (int, float)
+    return before is now or type(None) in (before, now) or (before in numbers and now in numbers)
