@@ -68,6 +68,8 @@ _BY_TYPE: dict[type, Kind] = {
     types.ModuleType: "module",
     types.SimpleNamespace: "object",
 }
+_BY_ID = {id(of): kind for of, kind in _BY_TYPE.items()}
+"""By the identity of the class: a metaclass may have a hash of its own."""
 _BY_BASE: tuple[tuple[type, Kind], ...] = (
     (torch.Tensor, "tensor"),
     (torch.nn.Module, "network"),
@@ -90,14 +92,14 @@ def kind_of(value: object) -> Kind:
     >>> kind_of([1]), kind_of(1), kind_of(torch.zeros(1)), kind_of(len)
     ('list', 'atom', 'tensor', 'library')
     """
-    of = type(value)
-    if (found := _BY_TYPE.get(of)) is not None:
-        return found
     # The class is asked, not the object: a proxy may refuse to answer.
-    for base, kind in _BY_BASE:
-        if issubclass(of, base):
-            return kind
-    return "object" if own.is_own_class(of) else "library"
+    return _BY_ID.get(id(type(value))) or _kind_of_class(type(value))
+
+
+@own.by_class
+def _kind_of_class(of: type) -> Kind:
+    other = "object" if own.is_own_class(of) else "library"
+    return next((kind for base, kind in _BY_BASE if issubclass(of, base)), other)
 
 
 def children(value: Any, kind: Kind | None = None) -> list[tuple[Step, Any]]:
@@ -109,7 +111,11 @@ def children(value: Any, kind: Kind | None = None) -> list[tuple[Step, Any]]:
     >>> [(str(step), child) for step, child in children({"a": 1, "b": [2]})]
     [("['b']", [2])]
     """
-    return [(step, child) for step, child in everything(value, kind or kind_of(value)) if not is_atom(child)]
+    kind = kind or kind_of(value)
+    if kind in ("object", "library"):
+        held = {name: one for name, one in slots.attributes(value).items() if not is_atom(one)}
+        return [*_named(held), *(one for one in _inherited(value) if not is_atom(one[1])), *_own_class(value)]
+    return [(step, child) for step, child in everything(value, kind) if not is_atom(child)]
 
 
 def is_atom(value: object) -> bool:

@@ -6,12 +6,15 @@ import functools
 import os
 import sys
 import sysconfig
+import weakref
+from collections.abc import Callable
 from types import CodeType, FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
+T = TypeVar("T")
 _INSTALLED = ("site-packages", "dist-packages")
 
 
@@ -28,6 +31,22 @@ def is_own_module(module: ModuleType | None) -> bool:
     return module.__name__ == "__main__" if not isinstance(file, str) else _is_own_file(file)
 
 
+def by_class(function: Callable[[type], T]) -> Callable[[type], T]:
+    """Remember what a function says of a class, without keeping the class, or asking for its hash."""
+    known: dict[int, tuple[weakref.ref[type], T]] = {}
+
+    @functools.wraps(function)
+    def found(of: type) -> T:
+        entry = known.get(id(of))
+        if entry is None or entry[0]() is not of:
+            gone = functools.partial(known.pop, id(of), None)
+            entry = known[id(of)] = weakref.ref(of, lambda _: gone()), function(of)
+        return entry[1]
+
+    return found
+
+
+@by_class
 def is_own_class(kind: type) -> bool:
     """Whether the script defines a class: by the module that it names, or by the code of its methods."""
     module = sys.modules.get(module_of(kind))

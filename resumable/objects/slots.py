@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from types import GetSetDescriptorType, MemberDescriptorType
 from typing import Any
 
+from . import own
+
 DESCRIPTORS = (GetSetDescriptorType, MemberDescriptorType)
 _OF_PYTHON = ("__dict__", "__weakref__")
 
@@ -21,22 +23,30 @@ def attributes(value: Any) -> dict[str, Any]:
     {'x': 3}
     """
     found = dict.copy(held) if (held := dictionary(value)) is not None else {}
-    for name, slot in members(type(value)):
-        try:
-            found[name] = slot.__get__(value)
-        except AttributeError:
-            continue
+    if _has_slots(type(value)):
+        for name, slot in members(type(value)):
+            try:
+                found[name] = slot.__get__(value)
+            except AttributeError:
+                continue
     return found
 
 
 def dictionary(value: Any) -> dict[str, Any] | None:
     """Return the `__dict__` of an object, or None if it has none, or another than Python's."""
-    for kind in type(value).__mro__:
-        if (found := vars(kind).get("__dict__")) is not None:
-            is_pythons = type(found) in DESCRIPTORS
-            held = found.__get__(value) if is_pythons else None
-            return held if type(held) is dict else None
-    return None
+    held = object.__getattribute__(value, "__dict__") if _has_dictionary(type(value)) else None
+    return held if type(held) is dict else None
+
+
+@own.by_class
+def _has_dictionary(kind: type) -> bool:
+    found = (vars(one)["__dict__"] for one in kind.__mro__ if "__dict__" in vars(one))
+    return type(next(found, None)) in DESCRIPTORS
+
+
+@own.by_class
+def _has_slots(kind: type) -> bool:
+    return any(True for _ in members(kind))
 
 
 def members(kind: type) -> Iterator[tuple[str, MemberDescriptorType]]:

@@ -30,7 +30,11 @@ def live(value: Any) -> str | None:
     >>> live(iter([1, 2])), live(threading.Lock()), live([1, 2])
     ('an iterator', 'a lock', None)
     """
-    of = type(value)
+    return _live(type(value))
+
+
+@own.by_class
+def _live(of: type) -> str | None:
     for name, some in _LIVE:
         if issubclass(of, some):
             return name
@@ -42,4 +46,5 @@ def inside(value: Any) -> str | None:
     """Return what of this kind an object of the script holds as one of its attributes."""
     if kinds.kind_of(value) != "object":
         return None
-    return next((found for one in slots.attributes(value).values() if (found := live(one))), None)
+    held = slots.attributes(value).values()
+    return next((found for one in held if type(one) not in kinds.ATOMS and (found := live(one))), None)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
+from ..files.threads import no_garbage_collection
 from ..objects import own, walks
 from ..objects.contents import mark
 from ..objects.walks import Met
@@ -43,6 +44,7 @@ class Variables:
         self._restored: set[tuple[str, str]] = set()
         """The variables that were put back once: they are stored even if they change no more."""
 
+    @no_garbage_collection()
     def begin(self, frame: FrameType | None) -> None:
         """Note what the variables are before a loop, if it is not known yet."""
         owned, known = self._owned(), self._known()
@@ -58,6 +60,7 @@ class Variables:
             self._bases[namespace.key] = _Base(identity, marks, met, heads)
             known |= met
 
+    @no_garbage_collection()
     def look(self, frame: FrameType | None) -> dict[str, Any]:
         """Return what has changed since the loop began."""
         look, rows = Look(self._owned(), self._known()), []
