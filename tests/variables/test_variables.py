@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from forks import Forks
 from places import DATA, SUPPORT
 
 from resumable.objects import own, walks
+from resumable.variables import enumerates
 from resumable.variables.looks import Look, Namespace
 from resumable.variables.owned import Owned
 from resumable.variables.putting import Putting
@@ -323,3 +324,19 @@ def test_nothing_but_numbers_is_put_into_an_object_of_a_library(
 
     assert vars(later.variables["env"]) == vars(Foreign())
     assert len(putting.problems) == 1
+
+
+def test_the_index_of_an_enumerate_is_set_and_a_huge_one_is_left() -> None:
+    def letters() -> Iterator[str]:
+        yield from "abcd"
+
+    iterator = letters()
+    numbered, other, huge = enumerate(iterator, 3), enumerate("ab"), enumerate("ab", 1 << 70)
+    next(numbered)
+
+    assert enumerates.around(iterator) == [numbered]
+    assert enumerates.set_index(numbered, 1000)
+    assert [*numbered] == [(1000, "b"), (1001, "c"), (1002, "d")]
+    assert not enumerates.set_index(huge, 5)
+    assert not enumerates.set_index(other, -1)
+    assert (next(huge), next(other)) == ((1 << 70, "a"), (0, "a"))
