@@ -142,13 +142,13 @@ def _of_array(value: Any) -> Hashable:
     shape = id(type(value)), value.shape, str(value.dtype), value.strides
     if value.dtype.hasobject:
         return *shape, digest(kinds.flat(value).tolist())
-    if (place := _mapped(value)) is not None:
+    if (place := mapped(value)) is not None:
         return *shape, place
     data: Any = np.ascontiguousarray(kinds.flat(value)).view(np.uint8)
     return *shape, xxhash.xxh3_128_digest(data)
 
 
-def _mapped(value: Any) -> Hashable:
+def mapped(value: Any) -> Hashable:
     """Return where in a file the memory of an array is that nothing in this process can write to."""
     base, file = value, None
     while isinstance(base, np.ndarray):

@@ -14,7 +14,7 @@ from ..objects import contents, kinds, own, slots, walks
 from ..objects.contents import Content, content, mark
 from ..objects.kinds import Step
 from ..objects.walks import Met, Node, Path
-from . import atoms, libraries, signs, states
+from . import atoms, constants, libraries, signs, states
 from .atoms import Hole
 from .libraries import Libraries
 from .owned import Owned
@@ -58,6 +58,7 @@ class Look:
     def __init__(self, owned: Owned, known: Mapping[int, Met]) -> None:
         self._owned, self._known = owned, known
         self._libraries = Libraries(owned)
+        self._constants: list[Node] = []
         self._numbers: dict[int, int] = {}
         self._kept: list[Any] = []
         """The objects of the entries, which keep their identity as long as this lives."""
@@ -77,7 +78,12 @@ class Look:
         """Encode all objects that were there before and have changed; return where they are."""
         found = []
         for node in walks.walk(roots, self.is_leaf):
-            if node.kind in _NEVER_CHANGED or not self.known(node.value) or self.is_unchanged(node.value):
+            if node.kind in _NEVER_CHANGED or not self.known(node.value):
+                continue
+            if self.is_unchanged(node.value):
+                is_own = self._owned.base(node.value) is None and not libraries.is_inside(_kinds_above(node))
+                if node.kind in constants.KINDS and is_own and constants.is_constant(node):
+                    self._constants.append(node)
                 continue
             if node.kind == "library" and not states.has_state(node.value, node.kind) and self.is_leaf(node):
                 continue
@@ -91,6 +97,18 @@ class Look:
             self._number(node.value, str(node))
             found.append(str(node))
         return found
+
+    def keep_constants(self, digests: dict[int, str]) -> None:
+        """Note digests of what has not changed, known from earlier looks, and the values of small ones."""
+        size = 0
+        for node in self._constants:
+            value = node.value
+            entry = self.entries[self._number(value, str(node))]
+            digests.setdefault(id(value), "")
+            digests[id(value)] = digests[id(value)] or constants.digest_of(value)
+            size += constants.size_of(value)
+            stored = _WRITERS[node.kind](self, value, None, str(node)) if size <= constants.LARGEST else None
+            entry["constant"] = [digests[id(value)], stored]
 
     def _is_foreign(self, node: Node) -> bool:
         """Whether an object in one of a library may not be filled."""

@@ -17,13 +17,13 @@ import torch
 from ..objects import kinds, own, walks
 from ..objects.kinds import Step
 from ..objects.walks import Finder
-from . import atoms, filling, libraries
+from . import atoms, constants, filling, libraries
 from .atoms import Hole
 from .looks import Entry, Namespace, class_name
 from .owned import Owned
 
 _NOTHING: Any = object()
-_HEAD = {"kind", "class", "at", "owned", "hole"}
+_HEAD = {"kind", "class", "at", "owned", "hole", "constant"}
 """What says which object it is, and not what is in it."""
 
 
@@ -51,6 +51,8 @@ class Putting:
         for number, entry in enumerate(self._entries):
             if number in self._found and entry.keys() - _HEAD:
                 self._try(self._text(entry), partial(self._object, number))
+            elif number in self._found and "constant" in entry:
+                self._try(self._text(entry), partial(self._check, number, entry))
         return [name for key, rows in self._namespaces for name in self._bound(there.get(key), rows)]
 
     def _find(self, there: Mapping[str, Namespace], owned: Owned) -> None:
@@ -65,6 +67,16 @@ class Putting:
                     self._foreign |= {number} if libraries.is_inside(above) else set()
                 if value is not _NOTHING:
                     self._found[number] = value
+
+    def _check(self, number: int, entry: Entry) -> None:
+        """Put back what the loop had left alone, if the script has made another one now."""
+        live, (digest, stored) = self._found[number], entry["constant"]
+        if constants.digest_of(live) == digest:
+            return
+        if stored is None:
+            raise Hole("it is not what it was when the loop began, and too large to be in the checkpoint")
+        filling.FILLERS[entry["kind"]](self, live, entry | stored)
+        raise Hole("it is not what it was when the loop began; that of the checkpoint is used")
 
     def _text(self, entry: Entry) -> str:
         return (

@@ -41,6 +41,8 @@ class Variables:
         self._bases: dict[str, _Base] = {}
         self._putting: Putting | None = None
         self._hold: Hold | None = None
+        self._digests: dict[int, str] = {}
+        """Of what the loop leaves alone, by identity."""
         self._restored: set[tuple[str, str]] = set()
         """The variables that were put back once: they are stored even if they change no more."""
 
@@ -58,6 +60,8 @@ class Variables:
             met = walks.met((one for one in nodes if not owned.name(one.value)), states.content_of)
             marks = {name: mark(one) for name, one in namespace.variables.items()}
             self._bases[namespace.key] = _Base(identity, marks, met, heads)
+            # An object that is new may have the identity of one that is gone.
+            self._digests.clear()
             known |= met
 
     @no_garbage_collection()
@@ -74,6 +78,7 @@ class Variables:
                 if self._is_stored(namespace, base, name, one, look)
             ]
             rows.append([namespace.key, changed])
+        look.keep_constants(self._digests)
         return {"namespaces": rows, "entries": look.entries, "lost": look.lost}
 
     def _is_stored(self, namespace: Namespace, base: _Base, name: str, value: Any, look: Look) -> bool:

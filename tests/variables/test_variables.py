@@ -340,3 +340,20 @@ def test_the_index_of_an_enumerate_is_set_and_a_huge_one_is_left() -> None:
     assert not enumerates.set_index(huge, 5)
     assert not enumerates.set_index(other, -1)
     assert (next(huge), next(other)) == ((1 << 70, "a"), (0, "a"))
+
+
+def test_what_the_loop_leaves_alone_is_that_of_the_first_start(forks: Forks, tmp_path: Path) -> None:
+    unseeded = """
+import numpy as np, os, random, torch
+noise, mask = torch.rand(3), np.frombuffer(os.urandom(4), np.uint8).copy()
+dice, fixed = random.Random(), torch.arange(3)
+for epoch in epochs(2):
+    for batch in batches(3):
+        note(noise.tolist(), mask.tolist(), dice.getstate()[1][:3], fixed.tolist())
+"""
+    lines, problems = noted(forks, unseeded, tmp_path / "stopped", [2, 3])
+
+    assert len(lines) == 6
+    assert all(line == lines[0] for line in lines)
+    told = "it is not what it was when the loop began; that of the checkpoint is used"
+    assert {*problems.splitlines()} == {f"{name}: {told}" for name in ("noise", "mask", "dice")}
