@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ..objects import slots
-from . import libraries, states
+from ..objects import own, slots
+from . import columns, libraries, states
 from .atoms import Hole
 from .looks import FACTORIES, Entry
 
@@ -28,7 +28,13 @@ def _base(value: Any, *bases: Any) -> Any:
 
 
 def _list(put: Putting, live: Any, entry: Entry) -> None:
-    items = put.values(entry["items"])
+    if "columns" in entry:
+        of = tuple if entry["of"] is None else put.value(entry["of"])
+        if of is not tuple and not (isinstance(of, type) and issubclass(of, tuple) and own.is_own_class(of)):
+            raise Hole(f"rows of {of!r}")
+        items = columns.rows_of(of, entry["columns"], entry["pools"])
+    else:
+        items = put.values(entry["items"])
     base = _base(live, list, collections.deque, set)
     base.clear(live)
     (base.update if base is set else base.extend)(live, items)

@@ -12,10 +12,11 @@ import torch
 
 from ..objects import contents, kinds, own, slots, walks
 from ..objects.contents import Content, content, mark
-from ..objects.kinds import Step
+from ..objects.kinds import Kind, Step
 from ..objects.walks import Met, Node, Path
-from . import atoms, constants, libraries, signs, states
+from . import atoms, columns, constants, libraries, signs, states
 from .atoms import Hole
+from .columns import Table
 from .libraries import Libraries
 from .owned import Owned
 
@@ -59,6 +60,7 @@ class Look:
         self._owned, self._known = owned, known
         self._libraries = Libraries(owned)
         self._constants: list[Node] = []
+        self._tables: dict[int, Table | None] = {}
         self._numbers: dict[int, int] = {}
         self._kept: list[Any] = []
         """The objects of the entries, which keep their identity as long as this lives."""
@@ -70,6 +72,8 @@ class Look:
         """Whether the objects in an object are of no interest here."""
         if self._owned.name(node.value) is not None or signs.inside(node.value) is not None:
             return True
+        if node.kind == "list":
+            return self.table(node.value) is not None
         if node.kind == "library":
             return states.has_state(node.value, node.kind) or not self._libraries.is_open(node.value)
         return node.kind == "module"
@@ -126,9 +130,27 @@ class Look:
         if kinds.is_atom(value) or self._owned.name(value) is not None:
             return True
         met = self.known(value)
-        if met is None or states.has_state(value, met.kind):
-            return met is not None and met.content == states.state_content(value)
-        return met.kind == "module" or met.content == content(value, met.kind)
+        return met is not None and (met.kind == "module" or met.content == self.content(value, met.kind))
+
+    def content_of(self, node: Node) -> Content:
+        """Return what of the object of a node counts."""
+        return self.content(node.value, node.kind)
+
+    def content(self, value: Any, kind: Kind) -> Content:
+        """Return what of an object counts: of one that gives its state that, of long rows their columns."""
+        if states.has_state(value, kind):
+            return states.state_content(value)
+        table = self.table(value) if kind == "list" else None
+        return content(value, kind) if table is None else Content(columns.digest(table), None)
+
+    def table(self, value: Any) -> Table | None:
+        """Return the rows of a long list by columns, if they are of one kind."""
+        if len(value) < columns.FEWEST:
+            return None
+        if id(value) not in self._tables:
+            self._tables[id(value)] = columns.table_of(value)
+            self._kept.append(value)
+        return self._tables[id(value)]
 
     def is_known(self, value: Any) -> bool:
         """Whether a value needs no entry of its own: it was there before, and is told by its path."""
@@ -227,7 +249,11 @@ def out_of(path: Path) -> list[list[Any]]:
 
 
 def _list(look: Look, value: Any, before: Content | None, where: str) -> Entry:
-    return {"items": look.items(kinds.held_in(value), where), "maxlen": getattr(value, "maxlen", None)}
+    maxlen = getattr(value, "maxlen", None)
+    if kinds.kind_of(value) == "list" and (table := look.table(value)) is not None:
+        of = look.value(table.of, where) if table.of is not tuple else None
+        return {"of": of, "columns": table.columns, "pools": table.pools, "maxlen": maxlen}
+    return {"items": look.items(kinds.held_in(value), where), "maxlen": maxlen}
 
 
 def _tuple(look: Look, value: Any, before: Content | None, where: str) -> Entry:

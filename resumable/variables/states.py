@@ -9,9 +9,8 @@ import xxhash
 
 from ..errors import ResumableError
 from ..files import codec
-from ..objects.contents import Content, content, digest_of_tensor
+from ..objects.contents import Content, digest_of_tensor
 from ..objects.kinds import Kind
-from ..objects.walks import Node
 from .atoms import Hole
 
 
@@ -29,11 +28,6 @@ def state(value: Any) -> Any:
     except ResumableError as exc:
         raise Hole(str(exc).partition("\n")[0]) from exc
     return found
-
-
-def content_of(node: Node) -> Content:
-    """Return what of an object counts: of one that gives its state all of that."""
-    return state_content(node.value) if has_state(node.value, node.kind) else content(node.value, node.kind)
 
 
 def state_content(value: Any) -> Content:

@@ -12,7 +12,7 @@ from ..files.threads import no_garbage_collection
 from ..objects import own, walks
 from ..objects.contents import mark
 from ..objects.walks import Met
-from . import bytecode, frames, states
+from . import bytecode, frames
 from .holds import Hold
 from .looks import Look, Namespace
 from .owned import Owned
@@ -57,7 +57,8 @@ class Variables:
                 continue
             look = Look(owned, {})
             nodes = [one for one in walks.walk(namespace.roots(), look.is_leaf) if id(one.value) not in known]
-            met = walks.met((one for one in nodes if not owned.name(one.value)), states.content_of)
+            ours = (one for one in nodes if not owned.name(one.value))
+            met = walks.met(ours, look.content_of)
             marks = {name: mark(one) for name, one in namespace.variables.items()}
             self._bases[namespace.key] = _Base(identity, marks, met, heads)
             # An object that is new may have the identity of one that is gone.
