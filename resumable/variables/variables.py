@@ -12,11 +12,11 @@ from ..files.threads import no_garbage_collection
 from ..objects import own, walks
 from ..objects.contents import mark
 from ..objects.walks import Met
-from . import bytecode, frames
 from .holds import Hold
 from .looks import Look, Namespace
 from .owned import Owned
 from .putting import Putting
+from .script import bytecode, frames
 
 _PACKAGE = __name__.partition(".")[0]
 _STARTED = time.time()

@@ -16,10 +16,10 @@ from forks import Forks
 from places import DATA, SUPPORT
 
 from resumable.objects import own, walks
-from resumable.variables import enumerates
 from resumable.variables.looks import Look, Namespace
 from resumable.variables.owned import Owned
 from resumable.variables.putting import Putting
+from resumable.variables.script import enumerates
 
 HEAD = f"""
 import sys

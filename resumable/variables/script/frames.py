@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from types import FrameType
 from typing import Any
 
-from ..objects import own
+from ...objects import own
 
 
 def own_frames(frame: FrameType | None) -> list[FrameType]:

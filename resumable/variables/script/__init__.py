@@ -1,0 +1,1 @@
+"""The script as it runs: its frames, what its code assigns and reads, and the iterators around our loops."""
