@@ -91,3 +91,11 @@ def back(name: str, given: Any) -> Any:
     if (way := _BY_NAME.get(name)) is None:
         raise Hole(f"a {name}")
     return way.back(given)
+
+
+def check(name: Any, given: Any) -> None:
+    """Raise ValueError unless `back` can return the value."""
+    try:
+        back(name, given)
+    except (Hole, TypeError, ValueError, OverflowError, AttributeError, RuntimeError) as exc:
+        raise ValueError(f"no {name!r}: {exc}") from exc

@@ -122,6 +122,8 @@ def rows_of(of: type, columns: Sequence[Any], pools: Sequence[Any]) -> list[Any]
         elif "numbers" in one:
             found.append(one["numbers"].tolist() if one["exactly"] else [*one["numbers"]])
         else:
+            if one["pool"] not in range(len(held)) or one["at"].max(initial=-1) >= len(held[one["pool"]]):
+                raise Hole("a place in no pool")
             pool = held[one["pool"]]
             found.append([pool[at] for at in one["at"].tolist()])
     if len({*map(len, found)}) != 1:

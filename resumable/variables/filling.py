@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from ..objects import own, slots
-from . import columns, libraries, states
+from . import columns, libraries
 from .atoms import Hole
 from .looks import FACTORIES, Entry
 
@@ -27,15 +28,25 @@ def _base(value: Any, *bases: Any) -> Any:
     return next(one for one in bases if issubclass(type(value), one))
 
 
+def _hashed(keys: Iterable[Any]) -> None:
+    """Raise Hole, before anything is cleared, if a key is none."""
+    try:
+        frozenset(keys)
+    except TypeError as exc:
+        raise Hole(str(exc)) from exc
+
+
 def _list(put: Putting, live: Any, entry: Entry) -> None:
     if "columns" in entry:
-        of = tuple if entry["of"] is None else put.value(entry["of"])
+        of = tuple if entry.get("of") is None else put.value(entry["of"])
         if of is not tuple and not (isinstance(of, type) and issubclass(of, tuple) and own.is_own_class(of)):
             raise Hole(f"rows of {of!r}")
         items = columns.rows_of(of, entry["columns"], entry["pools"])
     else:
         items = put.values(entry["items"])
     base = _base(live, list, collections.deque, set)
+    if base is set:
+        _hashed(items)
     base.clear(live)
     (base.update if base is set else base.extend)(live, items)
 
@@ -43,18 +54,22 @@ def _list(put: Putting, live: Any, entry: Entry) -> None:
 def _dict(put: Putting, live: Any, entry: Entry) -> None:
     base = _base(live, collections.OrderedDict, dict)
     pairs = [(put.value(key), put.value(one)) for key, one in entry["set"]]
+    order, gone = put.values(entry.get("order", [])), put.values(entry.get("gone", []))
+    _hashed([*order, *gone, *(key for key, _ in pairs)])
     if entry.get("is_all"):
         base.clear(live)
-    for key in entry.get("gone", ()):
+    for key in gone:
         base.pop(live, key, None)
     for key, one in pairs:
         base.__setitem__(live, key, one)
-    for key in put.values(entry.get("order", ())):
+    for key in order:
         # What the script has added since stays in front.
         if dict.__contains__(live, key):
             base.__setitem__(live, key, base.pop(live, key))
     if isinstance(live, collections.defaultdict):
-        stored = entry["factory"]
+        stored = entry.get("factory", "None")
+        if isinstance(stored, str) and stored not in FACTORIES:
+            raise Hole(f"a defaultdict of {stored}")
         live.default_factory = FACTORIES[stored] if isinstance(stored, str) else put.value(stored)
 
 
@@ -94,14 +109,24 @@ def _tensor(put: Putting, live: Any, entry: Entry) -> None:
 
 def _generator(put: Putting, live: Any, entry: Entry) -> None:
     state = entry["state"]
-    if isinstance(live, random.Random):
-        live.setstate((state[0], tuple(state[1]), state[2]))
-    elif isinstance(live, torch.Generator):
-        live.set_state(state.clone())
-    elif isinstance(live, np.random.RandomState):
-        live.set_state(state)
-    else:
-        live.bit_generator.state = state
+    with _refusals(live):
+        if isinstance(live, random.Random):
+            live.setstate((state[0], tuple(state[1]), state[2]))
+        elif isinstance(live, torch.Generator):
+            live.set_state(state.clone())
+        elif isinstance(live, np.random.RandomState):
+            live.set_state(state)
+        else:
+            live.bit_generator.state = state
+
+
+@contextlib.contextmanager
+def _refusals(live: Any) -> Iterator[None]:
+    """Take what an object says of a state that it refuses for the reason."""
+    try:
+        yield
+    except Exception as exc:
+        raise Hole(f"a {type(live).__name__} refuses its state: {exc!r}") from exc
 
 
 def numpy_generator(state: Any) -> np.random.Generator:
@@ -133,8 +158,9 @@ def _object(put: Putting, live: Any, entry: Entry) -> None:
 def _state(put: Putting, live: Any, entry: Entry) -> None:
     if "data" in entry:
         _data(put, live, entry["data"])
-    elif states.has_state(live, "library"):
-        live.load_state_dict(entry["of_itself"])
+    elif libraries.has_state(live, "library"):
+        with _refusals(live):
+            live.load_state_dict(entry["of_itself"])
     else:
         raise Hole(f"a {type(live).__name__} takes no state")
 
@@ -155,22 +181,33 @@ def _data(put: Putting, live: Any, rows: Any) -> None:
 
 
 def _attributes(put: Putting, live: Any, entry: Entry) -> None:
+    code = getattr(live, "__code__", None)
+    is_own = own.is_own_code(code) if code is not None else own.is_own_class(_class_of(live))
+    if not is_own and entry["kind"] != "network":
+        raise Hole("it is not the script's own")
     for how, name, stored in entry["steps"]:
         if type(stored) is dict and "entry" in stored and how in ("method", "__bases__"):
             # What is in it is filled; a method or a base is never another.
             put.value(stored)
             continue
-        _assign(live, how, name, put.value(stored))
+        value = put.value(stored)
+        if not is_own and not libraries.is_data(value):
+            raise Hole(f"{name} of a {type(live).__name__} takes no {type(value).__name__}")
+        _assign(live, how, name, value)
+
+
+def _class_of(live: Any) -> type:
+    return live if isinstance(live, type) else type(live)
 
 
 def _assign(live: Any, how: str, name: Any, value: Any) -> None:
-    if how == "cell":
+    if how == "cell" and name in live.__code__.co_freevars:
         live.__closure__[live.__code__.co_freevars.index(name)].cell_contents = value
-    elif how == "__defaults__":
+    elif how == "__defaults__" and name in range(len(live.__defaults__ or ())):
         given = [*live.__defaults__]
         given[name] = value
         live.__defaults__ = tuple(given)
-    elif how == "__kwdefaults__":
+    elif how == "__kwdefaults__" and name in (live.__kwdefaults__ or ()):
         live.__kwdefaults__[name] = value
     elif how == "attribute" and isinstance(live, type):
         type.__setattr__(live, name, value)

@@ -1,16 +1,23 @@
-"""Objects of installed packages: which of them are looked into, and what of them may be filled."""
+"""Objects of installed packages: which are looked into, what of them may be filled, and their own states."""
 
 from __future__ import annotations
 
+import json
 from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 
+from ..errors import ResumableError
+from ..files import codec
 from ..objects import kinds, own
+from ..objects.contents import Content, digest_of_tensor
+from ..objects.kinds import Kind
 from . import signs
+from .atoms import Hole
 from .owned import Owned
 
 _MOST = 2_000
@@ -91,3 +98,30 @@ def may_follow(before: type, now: type) -> bool:
     """Whether a value of one class may take the place of one of another in an object of a library."""
     numbers = (int, float)
     return before is now or type(None) in (before, now) or (before in numbers and now in numbers)
+
+
+def has_state(value: Any, kind: Kind) -> bool:
+    """Whether an object of a library says what its state is."""
+    methods = (getattr(type(value), name, None) for name in ("state_dict", "load_state_dict"))
+    return kind == "library" and all(map(callable, methods))
+
+
+def state(value: Any) -> Any:
+    """Return the state of an object; Hole if it cannot be stored."""
+    try:
+        found = value.state_dict()
+        codec.encode(found)
+    except ResumableError as exc:
+        raise Hole(str(exc).partition("\n")[0]) from exc
+    return found
+
+
+def state_content(value: Any) -> Content:
+    """Return a digest of the state of an object; that of one that cannot be stored is always the same."""
+    try:
+        stored = codec.encode(state(value))
+    except Hole:
+        return Content("no state")
+    text = json.dumps([stored.json, stored.aliases]).encode()
+    tensors = tuple((name, digest_of_tensor(one)) for name, one in stored.tensors.items())
+    return Content((xxhash.xxh3_128_digest(text), tensors))

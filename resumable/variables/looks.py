@@ -14,7 +14,7 @@ from ..objects import contents, kinds, own, slots, walks
 from ..objects.contents import Content, content, mark
 from ..objects.kinds import Kind, Step
 from ..objects.walks import Met, Node, Path
-from . import atoms, columns, constants, libraries, signs, states
+from . import atoms, columns, constants, libraries, signs
 from .atoms import Hole
 from .columns import Table
 from .libraries import Libraries
@@ -75,7 +75,7 @@ class Look:
         if node.kind == "list":
             return self.table(node.value) is not None
         if node.kind == "library":
-            return states.has_state(node.value, node.kind) or not self._libraries.is_open(node.value)
+            return libraries.has_state(node.value, node.kind) or not self._libraries.is_open(node.value)
         return node.kind == "module"
 
     def changes(self, roots: Iterable[tuple[Step, Any]]) -> list[str]:
@@ -89,7 +89,11 @@ class Look:
                 if node.kind in constants.KINDS and is_own and constants.is_constant(node):
                     self._constants.append(node)
                 continue
-            if node.kind == "library" and not states.has_state(node.value, node.kind) and self.is_leaf(node):
+            if (
+                node.kind == "library"
+                and not libraries.has_state(node.value, node.kind)
+                and self.is_leaf(node)
+            ):
                 continue
             if self._is_foreign(node):
                 self.lost.append((str(node), "other than numbers in an object of a library"))
@@ -138,8 +142,8 @@ class Look:
 
     def content(self, value: Any, kind: Kind) -> Content:
         """Return what of an object counts: of one that gives its state that, of long rows their columns."""
-        if states.has_state(value, kind):
-            return states.state_content(value)
+        if libraries.has_state(value, kind):
+            return libraries.state_content(value)
         table = self.table(value) if kind == "list" else None
         return content(value, kind) if table is None else Content(columns.digest(table), None)
 
@@ -352,8 +356,8 @@ def _method(look: Look, value: Any, before: Content | None, where: str) -> Entry
 
 
 def _state(look: Look, value: Any, before: Content | None, where: str) -> Entry:
-    if states.has_state(value, "library"):
-        return {"of_itself": states.state(value)}
+    if libraries.has_state(value, "library"):
+        return {"of_itself": libraries.state(value)}
     return _of_library(look, value, before, where)
 
 

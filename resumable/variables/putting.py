@@ -17,7 +17,7 @@ import torch
 from ..objects import kinds, own, walks
 from ..objects.kinds import Step
 from ..objects.walks import Finder
-from . import atoms, constants, filling, libraries
+from . import atoms, checking, constants, filling, libraries
 from .atoms import Hole
 from .looks import Entry, Namespace, class_name
 from .owned import Owned
@@ -31,6 +31,7 @@ class Putting:
     """Puts one stored look back, at as many heads as there are; what it has made stays the same object."""
 
     def __init__(self, tree: Mapping[str, Any]) -> None:
+        checking.check(tree)
         self._entries: Sequence[Entry] = tree["entries"]
         self._namespaces: Sequence[Any] = tree["namespaces"]
         self._made: dict[int, Any] = {}
@@ -86,7 +87,7 @@ class Putting:
     def _try(self, name: str, call: Callable[[], Any]) -> Any:
         try:
             return call()
-        except Hole as hole:
+        except (Hole, RecursionError) as hole:
             problem = f"{name}: {hole}"
             self.problems += [problem] if problem not in self.problems else []
             return _NOTHING
@@ -141,8 +142,9 @@ class Putting:
             return live
         if live is _NOTHING:
             # Before it is filled: what is in it may lead to it again.
-            live = _MAKERS[entry["kind"]](self, entry)
-            self._made[number] = live
+            live = _MAKERS.get(entry["kind"], _none)(self, entry)
+            # A tuple may have been made as what is in it was filled.
+            live = self._made.setdefault(number, live)
         if number in self._foreign and not self._is_data(entry):
             raise Hole("other than numbers in an object of a library")
         self._filled.add(number)
@@ -168,10 +170,23 @@ def _find(entry: Entry, finder: Finder, owned: Owned) -> Any:
             value = finder.find(path_of(entry))
         except KeyError:
             raise Hole("it is not there any more") from None
-        if class_name(type(value)) != entry["class"]:
+        # The object says of what kind it is, not the checkpoint.
+        if class_name(type(value)) != entry["class"] or kinds.kind_of(value) != entry["kind"]:
             raise Hole(f"it is a {type(value).__name__} now")
         return value
-    return found.detach().as_strided(*entry["view"][1:]) if "view" in entry else _NOTHING
+    return _view(found, *entry["view"][1:]) if "view" in entry else _NOTHING
+
+
+def _view(base: Any, shape: Sequence[int], stride: Sequence[int], offset: int) -> torch.Tensor:
+    try:
+        found: torch.Tensor = base.detach().as_strided(shape, stride, offset)
+    except (RuntimeError, AttributeError) as exc:
+        raise Hole(f"no view of it: {exc}") from exc
+    return found
+
+
+def _none(put: Putting, entry: Entry) -> Any:
+    raise Hole(f"a {entry['kind']} is never made")
 
 
 def path_of(entry: Entry) -> list[Step]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import random
 import threading
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import chosen
 import numpy as np
 import pytest
 import torch
@@ -303,7 +305,6 @@ class Foreign:
         ("name", "rm"),
         ("call", "rm"),
         ("count", "rm"),
-        ("count", [print]),
         ("other", 3),
         ("kept", {"a": "rm"}),
     ],
@@ -357,3 +358,149 @@ for epoch in epochs(2):
     assert all(line == lines[0] for line in lines)
     told = "it is not what it was when the loop began; that of the checkpoint is used"
     assert {*problems.splitlines()} == {f"{name}: {told}" for name in ("noise", "mask", "dice")}
+
+
+class Thing:
+    """An object of the script with a little of everything."""
+
+    best = 0.0
+
+    def __init__(self) -> None:
+        self.n, self.seen, self.inner = 1, [1], {"a": [1]}
+
+
+def rich() -> Namespace:
+    """Return variables of every kind."""
+
+    def f(x: int, seen: list[int] = [1]) -> int:  # noqa: B006
+        return total
+
+    total = 0
+    variables = {
+        "Thing": Thing,
+        "f": f,
+        "thing": Thing(),
+        "rows": [(n, 1.0, np.zeros(2)) for n in range(70)],
+        "numbers": [1],
+        "array": np.zeros(3),
+        "tensor": torch.zeros(3),
+        "dice": random.Random(1),
+        "net": torch.nn.Linear(2, 2),
+        "texts": {"a": "b"},
+        "odd": {1, "a"},
+        "buffer": bytearray(b"ab"),
+        "env": Foreign(),
+        "queue": deque([1], 3),
+        "order": OrderedDict(a=1),
+        "default": defaultdict(list),
+        "made": None,
+        "path": Path("a"),
+    }
+    return names(variables, {"made", "path", "numbers"})
+
+
+def change_all(held: Any) -> None:
+    """Change each of them."""
+    held["thing"].n, Thing.best = 2, 0.5
+    held["thing"].inner["a"].append(2)
+    held["f"].__defaults__[0].append(2)
+    held["f"].__closure__[0].cell_contents = 3
+    held["rows"].append((1, 2.0, np.ones(2)))
+    for name in ("array", "tensor"):
+        held[name] += 1
+    held["dice"].random()
+    held["net"].eval()
+    held["net"].weight.data += 1
+    held["texts"]["c"] = "d"
+    held["odd"].add(3)
+    held["buffer"].append(1)
+    held["env"].count += 1
+    held["queue"].append(2)
+    held["order"].move_to_end("a")
+    held["order"]["b"] = 2
+    held["default"]["a"].append(1)
+
+
+def places(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the path of everything in a tree."""
+    items = (
+        tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, (list, tuple)) else ()
+    )
+    for key, one in items:
+        yield (*path, key)
+        yield from places(one, (*path, key))
+
+
+def replaced(tree: Any, path: tuple[Any, ...], value: Any) -> Any:
+    """Return a tree with another value at a place; without the place if the value is `...`."""
+    if not path:
+        return value
+    key, *rest = path
+    if value is ... and not rest:
+        return (
+            {k: v for k, v in tree.items() if k != key}
+            if isinstance(tree, dict)
+            else [*tree[:key], *tree[key + 1 :]]
+        )
+    if isinstance(tree, dict):
+        return {**tree, key: replaced(tree[key], tuple(rest), value)}
+    return type(tree)((*tree[:key], replaced(tree[key], tuple(rest), value), *tree[key + 1 :]))
+
+
+HOSTILE = [
+    ...,
+    None,
+    -1,
+    1 << 70,
+    "rm",
+    "__class__",
+    "__init__",
+    [],
+    {},
+    (),
+    {"entry": 10**9},
+    {"entry": 0},
+    {"entry": 3},
+    {"atom": ["device", "x"]},
+    [[]],
+    [["a", 1]],
+    np.array([1 << 40]),
+    np.zeros(9),
+    torch.ones(9),
+    b"x",
+    float("nan"),
+    "class",
+    "library",
+    "object",
+    "builtins:function",
+    ["module:train", "print"],
+]
+
+
+@pytest.mark.parametrize("part", range(8))
+@pytest.mark.quick(4)
+def test_whatever_a_checkpoint_says_is_refused_or_harmless(
+    part: int, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(own, "is_own_class", lambda kind: kind in (Thing,))
+    bound = {"made": [Thing(), (1, [2])], "path": Path("b"), "numbers": [3]}
+    tree, lost = stored(rich(), change_all, bound)
+    assert lost == []
+    ways = [(path, value) for path in places(tree) for value in HOSTILE]
+    dice, refused = chosen.dice(), 0
+
+    for path, value in dice.sample(ways, min(len(ways), 400 * times)):
+        later = rich()
+        try:
+            putting = Putting(replaced(tree, path, value))
+        except ValueError:
+            refused += 1
+            continue
+        putting.put([later], Owned())
+        env = later.variables["env"]
+        assert (env.name, env.call, env.kept.keys()) == ("ls", print, {"a"}), (path, value)
+        assert type(env.count) in (int, float, type(None)), (path, value)
+        assert isinstance(Thing, type), (path, value)
+        assert Thing.__init__.__code__.co_filename == __file__, (path, value)
+        assert type(later.variables["thing"]) is Thing, (path, value)
+    assert refused > 50

@@ -1,0 +1,292 @@
+"""What a stored look must be like: a checkpoint may come from anybody."""
+
+from __future__ import annotations
+
+import array
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from . import atoms
+
+Entry = Mapping[str, Any]
+_IMMUTABLE = ("tuple", "set", "partial", "method", "enum")
+_DEEPEST = 100
+_PLAIN = (type(None), bool, int, float, complex, str, bytes)
+
+
+class _Wrong(ValueError):
+    """Something in a stored look is not as a look stores it."""
+
+
+def check(tree: Any) -> None:
+    """Raise ValueError unless a tree is one that a look may have stored."""
+    _Check(tree).run()
+
+
+class _Check:
+    def __init__(self, tree: Any) -> None:
+        _need(isinstance(tree, Mapping) and {"namespaces", "entries"} <= tree.keys(), "the variables")
+        self._namespaces, self._entries = tree["namespaces"], tree["entries"]
+        self._inside: list[list[int]] = []
+        """By entry: the immutable ones in it, which are made before it."""
+
+    def run(self) -> None:
+        _need(isinstance(self._entries, list), "the entries")
+        for number, entry in enumerate(self._entries):
+            self._inside.append([])
+            try:
+                self._entry(entry, self._inside[-1])
+            except _Wrong as exc:
+                raise _Wrong(f"entry {number}: {exc}") from None
+        _need(isinstance(self._namespaces, list), "the namespaces")
+        for one in self._namespaces:
+            _need(_is_pair(one) and type(one[0]) is str and isinstance(one[1], list), "a namespace")
+            for row in one[1]:
+                _need(_is_pair(row) and _is_name(row[0]), "a variable's name")
+                self._value(row[1], [])
+        self._refuse_cycles()
+
+    def _entry(self, entry: Any, inside: list[int]) -> None:
+        _need(type(entry) is dict, "no dict")
+        if entry.keys() in ({"owned"}, {"hole"}):
+            _need(type(*entry.values()) is str, "no text")
+            return
+        kind = entry.get("kind")
+        _need(type(kind) is str and type(entry.get("class")) is str, "kind or class")
+        if "at" in entry:
+            _need(isinstance(entry["at"], list) and bool(entry["at"]), "path")
+            _need(
+                all(_is_pair(one) and type(one[0]) is str and type(one[1]) in _PLAIN for one in entry["at"]),
+                "path",
+            )
+        if "constant" in entry:
+            _need(_is_pair(entry["constant"]) and type(entry["constant"][0]) is str, "constant")
+            if (stored := entry["constant"][1]) is not None:
+                _need(type(stored) is dict and kind in ("tensor", "array", "generator"), "constant")
+                self._content(kind, stored, inside)
+        rest = {
+            key: one for key, one in entry.items() if key not in ("kind", "class", "at", "constant", "hole")
+        }
+        if rest:
+            self._content(kind, rest, inside)
+        else:
+            _need("at" in entry or "hole" in entry, "no content")
+
+    def _content(self, kind: str, held: Entry, inside: list[int]) -> None:
+        _need(kind in _FORMS, f"kind {kind!r}")
+        for key, one in held.items():
+            _need(key in _FORMS[kind], f"{key!r} of a {kind}")
+            _FORMS[kind][key](self, one, inside)
+        _need(
+            any(one <= held.keys() for one in (_NEEDED.get(kind, set()), *_INSTEAD)),
+            f"a {kind} lacks content",
+        )
+
+    def _value(self, stored: Any, inside: list[int], depth: int = 0) -> None:
+        """Check a value: an atom, a tuple of such, or the number of an entry."""
+        _need(depth < _DEEPEST, "nested too deeply")
+        if type(stored) is tuple:
+            for one in stored:
+                self._value(one, inside, depth + 1)
+        elif type(stored) is dict and stored.keys() == {"entry"}:
+            number = stored["entry"]
+            _need(type(number) is int and 0 <= number < len(self._entries), "entry")
+            inside.append(number)
+        elif type(stored) is dict and stored.keys() == {"atom"}:
+            _need(_is_pair(stored["atom"]), "atom")
+            atoms.check(*stored["atom"])
+        else:
+            _need(type(stored) in _PLAIN or isinstance(stored, np.generic), f"a {type(stored).__name__}")
+
+    def _values(self, stored: Any, inside: list[int]) -> None:
+        if isinstance(stored, np.ndarray):
+            _need(stored.ndim == 1 and stored.dtype.kind in "iufb", "numbers")
+            return
+        _need(isinstance(stored, list), "no list")
+        for one in stored:
+            self._value(one, inside)
+
+    def _pairs(self, stored: Any, inside: list[int]) -> None:
+        _need(isinstance(stored, list) and all(map(_is_pair, stored)), "pairs")
+        for key, one in stored:
+            self._value(key, inside)
+            self._value(one, inside)
+
+    def _names(self, stored: Any, inside: list[int]) -> None:
+        self._pairs(stored, inside)
+        _need(all(_is_name(name) for name, _ in stored), "an attribute's name")
+
+    def _steps(self, stored: Any, inside: list[int]) -> None:
+        _need(isinstance(stored, list), "steps")
+        for one in stored:
+            _need(
+                isinstance(one, list)
+                and len(one) == 3
+                and type(one[0]) is str
+                and type(one[1]) in (str, int),
+                "a step",
+            )
+            _need(one[0] != "attribute" or _is_name(one[1]), "an attribute's name")
+            self._value(one[2], inside)
+
+    def _refuse_cycles(self) -> None:
+        """Refuse what holds itself before it is made."""
+        done: set[int] = set()
+        for root in range(len(self._entries)):
+            way, on_way, waiting = list[int](), set[int](), [root]
+            while waiting:
+                number = waiting.pop()
+                if number < 0:
+                    gone = way.pop()
+                    on_way.discard(gone)
+                    done.add(gone)
+                    continue
+                _need(number not in on_way, f"entry {number} holds itself")
+                if number in done:
+                    continue
+                way.append(number)
+                on_way.add(number)
+                waiting.append(-1)
+                _need(len(way) < _DEEPEST, "nested too deeply")
+                waiting += [
+                    one for one in self._inside[number] if self._entries[one].get("kind") in _IMMUTABLE
+                ]
+
+
+def _need(is_right: bool, what: str) -> None:
+    if not is_right:
+        raise _Wrong(f"the variables of the script are not as a checkpoint stores them: {what}")
+
+
+def _is_pair(one: Any) -> bool:
+    return type(one) in (list, tuple) and len(one) == 2
+
+
+def _is_name(one: Any) -> bool:
+    """Whether something is a name that a script gives: none of Python's own."""
+    return type(one) is str and one.isidentifier() and not (one.startswith("__") and one.endswith("__"))
+
+
+def _of(*types: type) -> Callable[[_Check, Any, list[int]], None]:
+    return lambda check, one, inside: _need(type(one) in types, f"a {type(one).__name__}")
+
+
+def _table(check: _Check, stored: Any, inside: list[int]) -> None:
+    _need(isinstance(stored, list), "columns")
+    one: Any
+    for one in stored:
+        if isinstance(one, list):
+            _need(all(type(item) in (str, type(None)) for item in one), "a column")
+            continue
+        _need(type(one) is dict and one.keys() in ({"numbers", "exactly"}, {"pool", "at"}), "a column")
+        data: Any = one.get("numbers", one.get("at"))
+        _need(isinstance(data, np.ndarray) and data.ndim == 1 and not data.dtype.hasobject, "a column")
+        _need(type(one.get("exactly", True)) is bool and type(one.get("pool", 0)) is int, "a column")
+        _need("at" not in one or (data.dtype == np.int64 and (data.size == 0 or data.min() >= 0)), "places")
+
+
+def _pools(check: _Check, stored: Any, inside: list[int]) -> None:
+    _need(
+        isinstance(stored, list) and all(isinstance(one, (np.ndarray, torch.Tensor)) for one in stored),
+        "pools",
+    )
+
+
+def _view(check: _Check, stored: Any, inside: list[int]) -> None:
+    _need(isinstance(stored, list) and len(stored) == 4 and type(stored[0]) is str, "a view")
+    _need(all(isinstance(one, list) for one in stored[1:3]) and len(stored[1]) == len(stored[2]), "a view")
+    numbers = [*stored[1], *stored[2], stored[3]]
+    _need(all(type(one) is int and one >= 0 for one in numbers), "a view")
+
+
+def _size(check: _Check, stored: Any, inside: list[int]) -> None:
+    _need(stored is None or (type(stored) is int and stored >= 0), "a length")
+
+
+def _typecode(check: _Check, stored: Any, inside: list[int]) -> None:
+    _need(stored is None or (type(stored) is str and stored in array.typecodes), "a typecode")
+
+
+def _shape(check: _Check, stored: Any, inside: list[int]) -> None:
+    _need(isinstance(stored, list) and all(type(one) is int and one >= 0 for one in stored), "a shape")
+
+
+def _count(check: _Check, stored: Any, inside: list[int]) -> None:
+    _need(_is_pair(stored) and all(type(one) in (int, float) for one in stored), "a count")
+
+
+def _array(check: _Check, stored: Any, inside: list[int]) -> None:
+    _need(isinstance(stored, np.ndarray) and not stored.dtype.hasobject, "an array")
+
+
+def _tensor(check: _Check, stored: Any, inside: list[int]) -> None:
+    _need(isinstance(stored, torch.Tensor), "a tensor")
+
+
+def _nothing(check: _Check, stored: Any, inside: list[int]) -> None:
+    """Leave what a library, or a generator, checks by itself when it takes it."""
+
+
+def _inherited(check: _Check, stored: Any, inside: list[int]) -> None:
+    _need(type(stored) is dict, "what is inherited")
+    check._content("dict" if "set" in stored else "list", stored, inside)
+
+
+Form = Callable[[_Check, Any, list[int]], None]
+_ITEMS: dict[str, Form] = {"items": _Check._values}
+_DICT: dict[str, Form] = {
+    "set": _Check._pairs,
+    "is_all": _of(bool),
+    "gone": _Check._values,
+    "order": _Check._values,
+    "factory": lambda check, one, inside: None if type(one) is str else check._value(one, inside),
+}
+_OBJECT: dict[str, Form] = {
+    "set": _Check._names,
+    "is_all": _of(bool),
+    "gone": _Check._values,
+    "of": _Check._value,
+}
+_FORMS: dict[str, dict[str, Form]] = {
+    "list": {
+        **_ITEMS,
+        "maxlen": _of(int, type(None)),
+        "columns": _table,
+        "pools": _pools,
+        "of": _Check._value,
+    },
+    "tuple": {**_ITEMS, "of": _Check._value},
+    "dict": _DICT,
+    "set": _ITEMS,
+    "buffer": {"bytes": _of(bytes), "typecode": _typecode},
+    "array": {"array": _array, "items": _Check._values, "shape": _shape},
+    "tensor": {"tensor": _tensor, "requires_grad": _of(bool), "is_parameter": _of(bool), "view": _view},
+    "generator": {"state": _nothing},
+    "count": {"count": _count},
+    "enum": {"member": _of(str), "of": _Check._value},
+    "object": {**_OBJECT, "inherited": _inherited},
+    "class": {"steps": _Check._steps},
+    "function": {"steps": _Check._steps},
+    "network": {"steps": _Check._steps},
+    "partial": _ITEMS,
+    "method": {"self": _Check._value, "name": _of(str)},
+    "library": {"data": _Check._names, "of_itself": _nothing},
+}
+_NEEDED: dict[str, set[str]] = {
+    "list": {"items", "maxlen"},
+    "tuple": {"items"},
+    "dict": {"set"},
+    "set": {"items"},
+    "buffer": {"bytes", "typecode"},
+    "tensor": {"tensor", "requires_grad", "is_parameter"},
+    "generator": {"state"},
+    "count": {"count"},
+    "enum": {"member", "of"},
+    "object": {"set"},
+    "partial": {"items"},
+    "method": {"self", "name"},
+}
+_INSTEAD = ({"columns", "pools", "maxlen"}, {"view"})
