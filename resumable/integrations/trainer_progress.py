@@ -115,13 +115,14 @@ class Progress:
 
     def counters(self) -> dict[str, Any]:
         """Return the trainer's plain attributes that have changed since the training began."""
-        if self._at_begin is None:
+        if (begun := self._at_begin) is None:
             return dict(self._counters)
-        begun = self._at_begin
         return {
             name: _stored(value)
             for name, value in vars(self._trainer).items()
             if not (name in begun and begun[name].is_same(value)) and _is_plain(value)
+            # It is set before each window, to 0 where an epoch is resumed behind its last batch.
+            if name != "current_gradient_accumulation_steps"
         }
 
     def load_counters(self, saved: Mapping[str, Any]) -> None:
