@@ -163,6 +163,16 @@ class Look:
         met = self.known(value)
         return met is not None and (met.kind not in _IMMUTABLE or self._is_as_before(value, met))
 
+    def bound(self, variables: Iterable[tuple[str, Any]]) -> list[list[Any]]:
+        """Return variables as a tree has them, without those that cannot be stored."""
+        found = []
+        for name, one in variables:
+            try:
+                found.append([name, self.value(one, name)])
+            except Hole as hole:
+                self.lost.append((name, str(hole)))
+        return found
+
     def value(self, value: Any, where: str) -> Any:
         """Return a value as a tree has it: an atom, or the number of an entry."""
         if kinds.is_atom(value):
@@ -178,7 +188,7 @@ class Look:
         self.entries.append(entry)
         try:
             entry |= self._entry(value, where)
-        except Hole as hole:
+        except (Hole, RecursionError) as hole:
             entry["hole"] = str(hole)
             self.lost.append((where, str(hole)))
         return number

@@ -56,8 +56,10 @@ class Variables:
                 self._bases[namespace.key] = base._replace(heads=base.heads | heads)
                 continue
             look = Look(owned, {})
-            nodes = [one for one in walks.walk(namespace.roots(), look.is_leaf) if id(one.value) not in known]
-            ours = (one for one in nodes if not owned.name(one.value))
+            nodes = walks.walk(namespace.roots(), look.is_leaf)
+            # One that is known by the address of another that is gone is new.
+            new = (one for one in nodes if not ((was := known.get(id(one.value))) and was.is_of(one.value)))
+            ours = [one for one in new if not owned.name(one.value)]
             met = walks.met(ours, look.content_of)
             marks = {name: mark(one) for name, one in namespace.variables.items()}
             self._bases[namespace.key] = _Base(identity, marks, met, heads)
@@ -73,12 +75,12 @@ class Variables:
         look.changes(root for one in found for root in one.roots())
         for namespace in found:
             base = self._bases[namespace.key]
-            changed = [
-                [name, look.value(one, name)]
+            changed = (
+                (name, one)
                 for name, one in namespace.variables.items()
                 if self._is_stored(namespace, base, name, one, look)
-            ]
-            rows.append([namespace.key, changed])
+            )
+            rows.append([namespace.key, look.bound(changed)])
         look.keep_constants(self._digests)
         return {"namespaces": rows, "entries": look.entries, "lost": look.lost}
 

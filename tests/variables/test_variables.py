@@ -292,6 +292,27 @@ def test_numbers_in_objects_of_libraries_come_back(forks: Forks, tmp_path: Path)
     assert found == (expected, "")
 
 
+def test_what_cannot_be_stored_is_named_and_the_rest_is_stored(forks: Forks, tmp_path: Path) -> None:
+    source = """
+import datetime, zoneinfo
+when, deep, best = None, [], 0
+for epoch in epochs(1):
+    for batch in batches(3):
+        before = when
+        when = datetime.datetime(2026, 1, 1, tzinfo=zoneinfo.ZoneInfo('UTC'))
+        for _ in range(2000):
+            deep = [deep]
+        best += batch
+        note(best)
+"""
+    expected, _ = noted(forks, source, tmp_path / "plain")
+    found, problems = noted(forks, source, tmp_path / "stopped", [2])
+
+    assert found == expected
+    assert "when: a time of the zone UTC" in problems
+    assert "maximum recursion depth" in problems
+
+
 class Foreign:
     """What is given the place of a library's object below."""
 
