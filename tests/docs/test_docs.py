@@ -201,6 +201,12 @@ def test_the_quickstart_and_its_picture_show_what_is_printed() -> None:
     assert (done.returncode, done.stdout + done.stderr) == (0, "")
 
 
+def test_the_navigation_of_the_site_has_every_page() -> None:
+    site = (ROOT / "mkdocs.yml").read_text()
+
+    assert [page for page in PAGES if f": {page}\n" not in site and f"- {page}\n" not in site] == []
+
+
 @pytest.mark.heavy
 @pytest.mark.timeout(300)
 def test_the_site_builds_without_a_warning_and_makes_no_request(tmp_path: Path) -> None:
