@@ -207,7 +207,7 @@ def _size(check: _Check, stored: Any, inside: list[int]) -> None:
 
 
 def _typecode(check: _Check, stored: Any, inside: list[int]) -> None:
-    _need(stored is None or (type(stored) is str and stored in array.typecodes), "a typecode")
+    _need(stored is None or (type(stored) is str and stored in [*array.typecodes]), "a typecode")
 
 
 def _shape(check: _Check, stored: Any, inside: list[int]) -> None:
@@ -253,7 +253,7 @@ _OBJECT: dict[str, Form] = {
 _FORMS: dict[str, dict[str, Form]] = {
     "list": {
         **_ITEMS,
-        "maxlen": _of(int, type(None)),
+        "maxlen": _size,
         "columns": _table,
         "pools": _pools,
         "of": _Check._value,

@@ -498,6 +498,18 @@ HOSTILE = [
 ]
 
 
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"kind": "list", "items": [], "maxlen": -1},
+        {"kind": "buffer", "bytes": b"", "typecode": "bB"},
+    ],
+)
+def test_what_could_not_be_made_is_refused_before_anything_is(entry: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="not as a checkpoint stores them"):
+        Putting({"namespaces": [], "entries": [{"class": "collections:deque", **entry}]})
+
+
 @pytest.mark.parametrize("part", range(8))
 @pytest.mark.quick(4)
 def test_whatever_a_checkpoint_says_is_refused_or_harmless(
