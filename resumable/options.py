@@ -57,6 +57,8 @@ class Options(NamedTuple):
     override: Sequence[str]
     rename: Mapping[str, str]
     expect: str | None
+    variables: bool
+    """Whether the script's own variables come back."""
 
     def copied(self, remote: str | None) -> Copied | None:
         """Return the options of the copies in a remote; None without one."""
@@ -107,6 +109,7 @@ def check(given: Mapping[str, Any]) -> Options:
         override=patterns("override", given["override"]),
         rename=rename(given["rename"]),
         expect=given["expect"],
+        variables=os.environ.get("RESUMABLE_VARIABLES", str(int(given["variables"]))) != "0",
     )
 
 

@@ -101,6 +101,7 @@ class RunState(Generic[B]):
         ranks: Ranks | None = None,
         trace: str | os.PathLike[str] | Trace | None = None,
         sample_seeds: bool = False,
+        variables: bool = False,
         progress: bool | None = None,
         quiet: bool = False,
     ) -> RunState[B]:
@@ -129,6 +130,8 @@ class RunState(Generic[B]):
             ranks: How several processes save together.
             trace: A file that gets a line at each boundary, for `resumable diff --trace`; or a `Trace`.
             sample_seeds: Whether each sample gets a seed of its own, whatever worker loads it.
+            variables: Whether the script's own variables come back: what the loops change in them is saved,
+                and put back where a loop goes on.
             progress: Whether to show the progress: bars at a terminal or in a notebook, else lines.
             quiet: Whether to leave out the messages, such as which checkpoint the training continues from.
         """

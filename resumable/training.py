@@ -26,6 +26,7 @@ from .progress import Progress
 from .remote import url
 from .run.directory import Run
 from .run.manifest import Goal
+from .variables.part import ScriptPart
 
 if TYPE_CHECKING:
     from .remote.in_training import Copies
@@ -44,6 +45,8 @@ class Training(NamedTuple):
     progress: Progress
     copies: Copies | None
     """The copies in a remote, if there are some."""
+    script: ScriptPart | None
+    """The script's own variables, unless they are left alone."""
 
     @classmethod
     def of(cls, options: Options) -> Training:
@@ -53,7 +56,12 @@ class Training(NamedTuple):
         progress = Progress(options.progress, is_first=of_this_training()[0] == 0, is_quiet=options.quiet)
         position = _position(options, progress)
         crew = _crew(options, run, position)
-        parts = Parts(options.parts, variables, position, options.per_rank, crew.rank)
+        script = ScriptPart() if options.variables else None
+        parts = Parts(
+            options.parts, variables, position, options.per_rank, crew.rank, [script] if script else ()
+        )
+        if script:
+            script.bind(parts)
         position.join(crew.ranks.size)
         position.means.gather_with(partial(_gather, crew))
         progress.goal = options.goal.metric if options.goal else None
@@ -61,12 +69,13 @@ class Training(NamedTuple):
         watch = Watch(parts)
         position.watch_parts(
             watch.gradients,
-            watch.changed_models,
-            watch.changed_settings,
+            # With the script's variables the parts are put back, too.
+            None if script else watch.changed_models,
+            None if script else watch.changed_settings,
             watch.hold_settings,
             watch.hold_gradients,
         )
-        training = cls(options, run, crew, parts, variables, position, progress, None)
+        training = cls(options, run, crew, parts, variables, position, progress, None, script)
         return training._replace(copies=training._copies(remote))
 
     def _copies(self, remote: str | None) -> Copies | None:

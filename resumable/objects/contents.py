@@ -33,6 +33,12 @@ class Content(NamedTuple):
     order: bytes = b""
     """Of a dict: a loop over it comes to its items in that order."""
 
+    def without(self, names: Collection[str]) -> Content:
+        """Return the content of an object but for some of its attributes."""
+        but = {mark(name) for name in names}
+        items = {name: one for name, one in (self.items or {}).items() if name not in but}
+        return self._replace(items=self.items and items)
+
     def changed(self, before: Content) -> list[Any] | None:
         """Return the names or keys that are new or have another value; None if that is not known."""
         if self.items is None or before.items is None or self.whole != before.whole:

@@ -157,6 +157,11 @@ def flat(value: Any) -> Any:
     return np.ndarray.reshape(np.ndarray.view(value, np.ndarray), -1)
 
 
+def has_hooks(tensor: Any) -> bool:
+    """Whether something is called when a tensor gets its gradient."""
+    return any(_hooks_of_tensor(tensor).values())
+
+
 def _hooks_of_tensor(value: Any) -> dict[str, Any]:
     # A class that is derived from Tensor may have code of its own behind every attribute.
     with torch._C.DisableTorchFunctionSubclass():
@@ -222,6 +227,8 @@ def _of_network(value: Any) -> Iterator[tuple[Step, Any]]:
 
 
 def _of_function(value: Any) -> Iterator[tuple[Step, Any]]:
+    if own.is_packages(value.__code__):
+        return
     for name, one in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
         try:
             yield Step("cell", name), one.cell_contents

@@ -15,12 +15,18 @@ import numpy as np
 import torch
 
 T = TypeVar("T")
+_PACKAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
 _INSTALLED = ("site-packages", "dist-packages")
 
 
 def is_own_code(code: CodeType) -> bool:
     """Whether code is the script's own; that of a notebook's cell, of `-c` and of `exec` is."""
     return _is_own_file(code.co_filename)
+
+
+def is_packages(code: CodeType) -> bool:
+    """Whether code is this package's."""
+    return code.co_filename.startswith(_PACKAGE)
 
 
 def is_own_module(module: ModuleType | None) -> bool:
@@ -86,7 +92,6 @@ def _is_own_file(file: str) -> bool:
 @functools.lru_cache(1)
 def _libraries() -> tuple[str, ...]:
     """Return the folders of Python, and of what may be installed from a folder of its own."""
-    own = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     packages = [os.path.dirname(str(one.__file__)) for one in (torch, np)]
     python = [sysconfig.get_path(one) for one in ("stdlib", "platstdlib")]
-    return tuple(os.path.join(one, "") for one in (own, *packages, *python))
+    return _PACKAGE, *(os.path.join(one, "") for one in (*packages, *python))

@@ -9,6 +9,8 @@ __all__ = [
     "fit",
     "gradients",
     "models",
+    "optimizers",
+    "other_parts",
     "part",
     "parts",
     "reading",

@@ -17,6 +17,7 @@ from .parts import Parts
 from .reading import Reading
 
 _NOT_GIVEN = "in the checkpoint, but not given to RunState"
+_LACKING = "given to RunState, but not in the checkpoint"
 
 
 class Plan(NamedTuple):
@@ -73,7 +74,8 @@ def _allowed(
     found, refused = [], []
     for difference in _differences(parts, reading):
         if only is None or difference.part in only:
-            if any(difference.matches(pattern) for pattern in (*allow, *parts.found)):
+            may_lack = difference.part in parts.found and difference.text == _LACKING
+            if may_lack or any(map(difference.matches, allow)):
                 found.append(difference)
             elif not difference.is_open:
                 refused.append(difference)
@@ -99,12 +101,12 @@ def _unfit(parts: Parts, found: Sequence[Difference], allow: Sequence[str]) -> d
 
 def _differences(parts: Parts, reading: Reading) -> Iterator[Difference]:
     about, live = reading.about, {part.name: part for part in parts.all}
-    for name in sorted(about.parts.keys() - live.keys() - parts.elsewhere):
+    for name in sorted(about.parts.keys() - live.keys() - parts.elsewhere - {"script"}):
         yield Difference(name, "", _NOT_GIVEN)
     for name, part in live.items():
         kind = about.parts.get(name, {}).get("kind")
         if kind is None:
-            yield Difference(name, "", "given to RunState, but not in the checkpoint")
+            yield Difference(name, "", _LACKING)
         elif kind != part.kind:
             yield Difference(name, "", f"{kind} in the checkpoint, {part.kind} in the code")
         elif (stem := part.rest_stem) not in reading.trees or name not in reading.trees[stem].json:

@@ -216,6 +216,7 @@ class RandomPart(Part):
     """The global random generators."""
 
     kind = "random"
+    is_last = True
 
     def __init__(self, name: str, mesh: Callable[[], Any]) -> None:
         """`mesh` returns the mesh of a sharded tensor of the training, or None."""
@@ -238,6 +239,7 @@ class PositionPart(Part):
     """The counters, and the position in the data."""
 
     kind = "position"
+    is_last = True
 
     def collect(self) -> dict[str, Any]:
         """Return what its `collect` returns."""

@@ -141,6 +141,8 @@ class Part:
     kind = "state"
     is_container = False
     """Whether its tree consists of the script's own containers and tensors."""
+    is_last = False
+    """Whether it is restored after all that may refuse, so that it needs no undo."""
 
     def __init__(self, name: str, live: Any, stem: str = "extra", rank: int | None = None) -> None:
         self.name = name

@@ -42,6 +42,7 @@ class Parts:
         position: Position,
         per_rank: AbstractSet[str] = frozenset(),
         rank: int | None = None,
+        script: Sequence[Part] = (),
     ) -> None:
         self.position = position
         self.rank = rank
@@ -59,6 +60,7 @@ class Parts:
             *made["scaler"],
             *sorted(made["extra"], key=_is_generator),  # generators last: restoring the others may draw
             ContainerPart("vars", variables, "rank"),
+            *script,
         ]
         self.aliases = Aliases(early)
         self.all: Sequence[Part] = [
@@ -69,8 +71,10 @@ class Parts:
         ]
         self.optimizers = [part for part in self.all if isinstance(part, OptimizerPart)]
         inner = [one for one in self.optimizers if any(other.steps_by(one.live) for other in self.optimizers)]
-        self.found: AbstractSet[str] = {part.name for part in inner} | (
-            {"scaler"} if found is not None else set()
+        self.found: AbstractSet[str] = (
+            {part.name for part in inner}
+            | ({"scaler"} if found is not None else set())
+            | {part.name for part in script}
         )
         """The parts that were found in those given: they may be missing from a checkpoint."""
         trained_by = [one for one in self.optimizers if one.stem == "optimizer"]
@@ -301,7 +305,7 @@ class Parts:
 
     def names(self, wanted: str) -> list[str]:
         """Return the parts that `wanted` names: one part, or all of a slot."""
-        names = [part.name for part in self.all if not isinstance(part, DATA)]
+        names = [part.name for part in self.all if not part.is_last]
         found = [name for name in names if name == wanted or name.startswith(f"{wanted}.")]
         if not found:
             raise UsageError(f"there is no part {wanted!r}.", fix=f"the parts are: {', '.join(names)}.")
@@ -318,10 +322,6 @@ class Parts:
                 is_scheduler = part.name.startswith("scheduler")
                 if is_scheduler and getattr(part.live, "optimizer", None) is optimizer.live:
                     yield part, optimizer
-
-
-DATA = (PositionPart, RandomPart)
-"""The parts that are the position in the data or the global generators."""
 
 
 def _is_generator(part: Part) -> bool:

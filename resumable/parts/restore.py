@@ -19,7 +19,7 @@ from .copies import taken
 from .fit import Plan
 from .other_parts import GeneratorPart
 from .part import Part, Saved, Trees
-from .parts import DATA, Parts
+from .parts import Parts
 from .reading import Reading
 
 Each = Callable[[str, Callable[[], None]], None]
@@ -47,10 +47,8 @@ def restore(parts: Parts, plan: Plan, before: Mapping[str, Any], each: Each = la
 
     try:
         # The counters of the position come last: they refuse nothing, so they need no undo.
-        each("the restore", lambda: put_in([part for part in chosen if not isinstance(part, DATA)]))
-        each(
-            "the restore of the position", lambda: put_in([part for part in chosen if isinstance(part, DATA)])
-        )
+        each("the restore", lambda: put_in([part for part in chosen if not part.is_last]))
+        each("the restore of the position", lambda: put_in([part for part in chosen if part.is_last]))
     except BaseException as exc:
         if lost := undo():
             raise _half_filled(lost) from exc
@@ -70,7 +68,7 @@ class _Undo:
         self._restoring = restoring
         self._streams, self._generators = parts.position.streams, before
         self._groups = [part.hold() for part in parts.optimizers if part in plan.chosen]
-        self._others = [part for part in parts.all if not (isinstance(part, DATA) or part.is_container)]
+        self._others = [part for part in parts.all if not (part.is_last or part.is_container)]
         known = {name for tree in plan.reading.now.values() for name in tree.json}
         others = collect.encoded(part for part in self._others if part.name not in known)
         trees: Trees = {}

@@ -40,14 +40,17 @@ class CountedLoops(TrainingCounters):
         self._left_for: str | None = None
         """The place at which a resume begins, if `epochs()` or `steps()` was left right after `save()`."""
 
-    def epochs(self, total: int, body_ended: Hook) -> Iterator[int]:
+    def epochs(self, total: int, body_ended: Hook, head: Hook) -> Iterator[int]:
         """Yield the epochs up to `total`."""
         if self._known.is_through():
             # An epoch's body was left after its last batch.
             self._begin_epoch(self.epoch + 1)
         number = self._begin_loop("epochs", total)
+        head()
         has_run = False
         while self.epoch < total:
+            if has_run:
+                head()
             has_run = True
             is_second_time = self._resumed_at in (Boundary.BATCH, Boundary.STEP)
             self.streams.begin_body(is_second_time=is_second_time)
@@ -154,11 +157,14 @@ class CountedLoops(TrainingCounters):
             self.streams.forget_body()
         self.streams.forget_held()
 
-    def steps(self, total: int, body_ended: Hook) -> Iterator[int]:
+    def steps(self, total: int, body_ended: Hook, head: Hook) -> Iterator[int]:
         """Yield the steps up to `total`: each body is one, whatever the optimizers do in it."""
         number = self._begin_loop("steps", total)
+        head()
         has_run = False
         while self.step < total:
+            if has_run and self.streams.is_holding():
+                head()
             has_run = True
             self.streams.put_back()
             if not self._is_in_epochs:

@@ -131,7 +131,12 @@ class Position(CountedLoops):
         self.accelerate.watch(optimizers)
 
     def watch_parts(
-        self, gradients: Callable[[], object], models: Look, settings: Look, hold: Hold, hold_gradients: Hold
+        self,
+        gradients: Callable[[], object],
+        models: Look | None,
+        settings: Look | None,
+        hold: Hold,
+        hold_gradients: Hold,
     ) -> None:
         """Look at the parts where a body, or the lines before the loop, may run a second time.
 

@@ -104,6 +104,10 @@ class HeldGenerators:
             self._held = None
         self._is_in_first_lines = self.is_put_back_due = False
 
+    def is_holding(self) -> bool:
+        """Whether they are to be put back, since no body was handed out yet."""
+        return self._held is not None
+
     @contextmanager
     def as_held(self) -> Iterator[None]:
         """Set the generators as they are held, and afterwards restore them."""

@@ -81,6 +81,10 @@ class Image:
         for file in self._files.values():
             file.forget()
 
+    def distrust(self) -> None:
+        """Copy everything at once from now on: other optimizers than those given write to it."""
+        self._fence.distrust()
+
     def catch_up(self) -> None:
         """Let this thread's streams wait for the last steps of the optimizers, on whatever streams."""
         self._fence.catch_up()

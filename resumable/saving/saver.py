@@ -321,6 +321,10 @@ class Saving:
         """Get the memory for the first save before it is needed."""
         self.preparation.prepare(self._image, is_first=not self.number)
 
+    def distrust(self) -> None:
+        """Copy everything at once from now on: other optimizers than those given write to it."""
+        self._image.distrust()
+
     def settle(self) -> None:
         """Wait until nothing looks at the tensors any more."""
         self._writer.wait()

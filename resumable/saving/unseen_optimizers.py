@@ -50,7 +50,14 @@ class Unseen:
 class NotGiven:
     """Warns of an optimizer or a scheduler that trains what was given, and is in no part itself."""
 
-    def __init__(self, given: Collection[Any], parameters: Callable[[], Iterable[torch.Tensor]]) -> None:
+    def __init__(
+        self,
+        given: Collection[Any],
+        parameters: Callable[[], Iterable[torch.Tensor]],
+        found: Callable[[], None] | None,
+    ) -> None:
+        """`found`: called instead of a warning where the script's variables are stored, these among them."""
+        self._found = found
         self._given = given
         self._parameters = parameters
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -71,6 +78,9 @@ class NotGiven:
         if any(_leads_to(live, optimizer) for live in self._given):
             return
         if any(id(parameter) in own for parameter in self._parameters()):
+            if self._found:
+                self._found()
+                return
             if _has_state(optimizer):
                 _warn_of(optimizer, "its state is in no checkpoint, and a resume starts it with empty state")
                 return
@@ -81,6 +91,8 @@ class NotGiven:
 
     def look(self) -> None:
         """Look, at a save, for what it lacks."""
+        if self._found:
+            return
         self._look_for_schedulers()
         for optimizer, gradients in [*self._gradients.items()]:
             own = {id(one) for group in optimizer.param_groups for one in group["params"]}

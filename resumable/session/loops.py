@@ -40,7 +40,9 @@ class Loops:
         self._print_if_complete(done, options.count("total", total), "epochs")
         self._note_loop(epochs=total)
         with self._progress.loop("epochs", total, done):
-            yield from self._watched(self._position.epochs(total, self._epoch_ended))
+            yield from self._watched(
+                self._position.epochs(total, self._epoch_ended, self._session.heads.come)
+            )
 
     @short_loop
     def steps(self, total: int) -> Iterator[int]:
@@ -50,7 +52,7 @@ class Loops:
         self._print_if_complete(done, options.count("total", total), "steps")
         self._note_loop(steps=total)
         with self._progress.loop("steps", total, done):
-            yield from self._watched(self._position.steps(total, self._step_ended))
+            yield from self._watched(self._position.steps(total, self._step_ended, self._session.heads.come))
 
     def batches(
         self, loader: Any, device: str | int | torch.device | None, through: Through | None
@@ -101,6 +103,7 @@ class Loops:
 
     def _begin_batches(self, name: str, at: LoaderPosition) -> None:
         self._begin("batches")
+        self._session.heads.come()
         if not at.prepared:
             self._position.accelerate.begin(name, at, self._position.processes)
         self._session.steps.find_unseen()

@@ -57,6 +57,9 @@ class Resuming:
         self._is_elastic = training.options.is_elastic
         self._progress = training.progress
         self._copies = training.copies
+        self._allow: Sequence[str] = ()
+        self._chosen: Any = None
+        """The checkpoint that the training goes on from."""
 
     def choose(
         self, which: Which, expect: str | None = None, skip: Container[int] = ()
@@ -127,6 +130,7 @@ class Resuming:
     def fit(self, chosen: Checkpoint, reading: Reading, allow: Sequence[str], override: Sequence[str]) -> Fit:
         """Return what does not fit the parts and what has changed; nothing has been touched after this."""
         ranks, about = self._crew.ranks, reading.about
+        self._allow = allow
         if not ranks.is_alone:
             sum_in_order(reading, ranks.first("the order of the sums", lambda: orders(reading)))
 
@@ -160,7 +164,7 @@ class Resuming:
         return history_scan.allowed(self._run.path) if is_known else [*allow]
 
     def _warn_of_missing(self, reading: Reading) -> None:
-        for name in self._parts.found - reading.about.parts.keys():
+        for name in self._parts.found - reading.about.parts.keys() - {"script"}:
             what = "a gradient scaler" if name == "scaler" else "another optimizer"
             self._saving.once.warn(
                 f"the optimizer steps by {what}, which the checkpoint lacks ({name}): it begins as the "
@@ -212,6 +216,7 @@ class Resuming:
 
     def go_on(self, chosen: Checkpoint, reading: Reading, fit: Fit) -> None:
         """Put everything back at the start."""
+        self._chosen = chosen
         before = self._position.streams.read()
         restore(self._parts, fit.plan, before, each=self._crew.ranks.each)
         self._saving.go_on_from(chosen, fit.best, reading)
@@ -250,6 +255,7 @@ class Resuming:
         plan = ranks.each("what does not fit", lambda: fit(self._parts, reading, only=names))
         restore(self._parts, plan, self._position.streams.read(), each=ranks.each)
         if only is None:
+            self._chosen = chosen
             self._saving.late.forget()
             forget_gradients(self._parts, reading)
             self._saving.go_on_from(chosen, self._checked_best(chosen, ["best"]), reading)
@@ -259,6 +265,13 @@ class Resuming:
         elif only is None:
             self._position.hold()
         return chosen
+
+    def put_again(self, names: Sequence[str]) -> None:
+        """Put parts back a second time, from the checkpoint that the training goes on from."""
+        ranks = self._crew.ranks
+        reading = ranks.each("the parts again", lambda: self._read(None, self._chosen))
+        plan = ranks.each("what does not fit", lambda: fit(self._parts, reading, self._allow, only=names))
+        restore(self._parts, plan, self._position.streams.read(), each=ranks.each)
 
     def go_back_from_spike(self, where: str, is_again: bool) -> Checkpoint:
         """Go back to the newest checkpoint of this branch, or, if that was done just now, behind it."""

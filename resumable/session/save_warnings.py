@@ -37,6 +37,9 @@ class SaveWarnings:
         )
         self._begun: set[str] = set()
         self._called = Called()
+        if training.script:
+            # What it stores needs no warning.
+            self._loop = None
 
     def begin_loop(self, kind: str) -> None:
         """Look at what the first loop of each kind begins with; the first save is compared with it."""

@@ -35,6 +35,7 @@ from ..saving.saver import Saving
 from ..saving.writer import PendingSave
 from ..terminal import is_notebook
 from ..training import Training
+from .heads import Heads
 from .observer import observer
 from .rest import Rest
 from .resuming import Resuming
@@ -58,6 +59,7 @@ class Session:
         self.training = training = Training.of(options)
         self.saving = Saving(training)
         self.resuming = Resuming(training, self.saving)
+        self.heads = Heads(training, self.resuming)
         self.signals = Signals(
             options.save_on,
             shows_hint=training.crew.is_first and not options.quiet,
@@ -144,6 +146,7 @@ class Session:
         fit = self.resuming.fit(*found, options.allow, options.override)
         self.own()
         self.resuming.go_on(*found, fit)
+        self.heads.loaded()
         self._count_on()
         self.has_resumed = True
         self.steps.set_prepared()
@@ -259,6 +262,7 @@ class Session:
 
     def went_back(self) -> None:
         """Count from where a checkpoint has put the training back."""
+        self.heads.loaded()
         self._count_on()
         self.rest.note_saved()
         self.training.position.before_loop.forget()

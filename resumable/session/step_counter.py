@@ -32,7 +32,9 @@ class StepCounter:
         self._first = next(iter(given), None)
         self.unseen = Unseen(hooked)
         """The optimizers whose steps have called no hook yet."""
-        self._not_given = NotGiven(self._parts.given(), self._parts.parameters)
+        self._not_given = NotGiven(
+            self._parts.given(), self._parts.parameters, saving.distrust if training.script else None
+        )
         self._hooks: list[Any] = []
         for name, live in hooked.items():
             hook = untraced(_weakly(self._stepped, name, name == self._first))

@@ -70,6 +70,8 @@ class _Check:
         rest = {
             key: one for key, one in entry.items() if key not in ("kind", "class", "at", "constant", "hole")
         }
+        is_made = kind in ("network", "library") and "set" in entry
+        _need(not (is_made and "at" in entry), "what is made is not there before")
         if rest:
             self._content(kind, rest, inside)
         else:
@@ -250,6 +252,7 @@ _OBJECT: dict[str, Form] = {
     "gone": _Check._values,
     "of": _Check._value,
 }
+_MADE: dict[str, Form] = {"set": _Check._names, "is_all": _of(bool), "of": _Check._value}
 _FORMS: dict[str, dict[str, Form]] = {
     "list": {
         **_ITEMS,
@@ -270,10 +273,10 @@ _FORMS: dict[str, dict[str, Form]] = {
     "object": {**_OBJECT, "inherited": _inherited},
     "class": {"steps": _Check._steps},
     "function": {"steps": _Check._steps},
-    "network": {"steps": _Check._steps},
+    "network": {"steps": _Check._steps, **_MADE},
     "partial": _ITEMS,
     "method": {"self": _Check._value, "name": _of(str)},
-    "library": {"data": _Check._names, "of_itself": _nothing},
+    "library": {"data": _Check._names, "of_itself": _nothing, **_MADE},
 }
 _NEEDED: dict[str, set[str]] = {
     "list": {"items", "maxlen"},

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ..objects import own, slots
-from . import columns, libraries
+from . import columns, libraries, making
 from .atoms import Hole
 from .looks import FACTORIES, Entry
 
@@ -156,7 +156,9 @@ def _object(put: Putting, live: Any, entry: Entry) -> None:
 
 
 def _state(put: Putting, live: Any, entry: Entry) -> None:
-    if "data" in entry:
+    if "set" in entry:
+        making.fill(put, live, entry)
+    elif "data" in entry:
         _data(put, live, entry["data"])
     elif libraries.has_state(live, "library"):
         with _refusals(live):
@@ -181,6 +183,9 @@ def _data(put: Putting, live: Any, rows: Any) -> None:
 
 
 def _attributes(put: Putting, live: Any, entry: Entry) -> None:
+    if "set" in entry:
+        making.fill(put, live, entry)
+        return
     code = getattr(live, "__code__", None)
     is_own = own.is_own_code(code) if code is not None else own.is_own_class(_class_of(live))
     if not is_own and entry["kind"] != "network":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,8 +38,11 @@ class Hold:
         nodes = (one for one in walks.walk(roots, look.is_leaf) if not look.is_leaf(one))
         self._held = [held for node in nodes if (held := _held(node)) is not None]
 
-    def put_back(self, namespaces: Iterable[Namespace]) -> None:
-        """Put back what has changed since; a file or a loader that these lines have made stays."""
+    def put_back(self, namespaces: Iterable[Namespace], lacking: Collection[tuple[str, str]]) -> None:
+        """Put back what has changed since; a file or a loader that these lines have made stays.
+
+        `lacking`: the variables that the checkpoint could not have.
+        """
         for one in self._held:
             if content(one.value) != one.content:
                 one.put_back()
@@ -48,7 +51,13 @@ class Hold:
             changed = {
                 name for name in then.keys() & namespace.may_be_bound if then[name] is not now.get(name)
             }
-            namespace.bind({name: then[name] for name in changed if _may_go(now.get(name))})
+            namespace.bind(
+                {
+                    name: then[name]
+                    for name in changed
+                    if (namespace.key, name) not in lacking and _may_go(now.get(name))
+                }
+            )
 
 
 def _may_go(value: Any) -> bool:

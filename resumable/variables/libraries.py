@@ -22,8 +22,8 @@ from .owned import Owned
 
 _MOST = 2_000
 """How many objects are looked at to see whether one leads to what no checkpoint can have."""
-_CLOSED = ("torch.utils.data",)
-"""Packages whose objects are left alone: data belong to their loaders."""
+_CLOSED = ("torch.utils.data", __name__.partition(".")[0])
+"""Packages whose objects are left alone: data belong to their loaders, and what is ours is no variable."""
 _NOT_ENTERED = {"class", "function", "module", "method", "partial"}
 _NUMBERS = (bool, int, float, complex, np.generic)
 
@@ -90,6 +90,8 @@ def is_inside(kinds_on_way: Iterable[str]) -> bool:
     return False
 
 
+OWN = {"object", "function", "class"}
+"""The kinds that are the script's own, wherever they are."""
 FILLED = {"list", "dict", "set", "array", "tensor", "generator", "buffer", "library"}
 """The kinds that are filled in objects of libraries."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +14,7 @@ from ..objects import contents, kinds, own, slots, walks
 from ..objects.contents import Content, content, mark
 from ..objects.kinds import Kind, Step
 from ..objects.walks import Met, Node, Path
-from . import atoms, columns, constants, libraries, signs
+from . import atoms, columns, constants, libraries, making, signs
 from .atoms import Hole
 from .columns import Table
 from .libraries import Libraries
@@ -70,11 +70,13 @@ class Look:
 
     def is_leaf(self, node: Node) -> bool:
         """Whether the objects in an object are of no interest here."""
-        if self._owned.name(node.value) is not None or signs.inside(node.value) is not None:
+        if self._owned.name(node.value) is not None:
+            return node.kind != "tensor" or not kinds.has_hooks(node.value)
+        if signs.inside(node.value) is not None:
             return True
         if node.kind == "list":
             return self.table(node.value) is not None
-        if node.kind == "library":
+        if node.kind == "library" and self._owned.covered(node.value) is None:
             return libraries.has_state(node.value, node.kind) or not self._libraries.is_open(node.value)
         return node.kind == "module"
 
@@ -120,7 +122,7 @@ class Look:
 
     def _is_foreign(self, node: Node) -> bool:
         """Whether an object in one of a library may not be filled."""
-        if node.kind == "library" or not libraries.is_inside(_kinds_above(node)):
+        if node.kind in ("library", *libraries.OWN) or not libraries.is_inside(_kinds_above(node)):
             return False
         return node.kind not in libraries.FILLED or not libraries.is_data(node.value)
 
@@ -142,10 +144,17 @@ class Look:
 
     def content(self, value: Any, kind: Kind) -> Content:
         """Return what of an object counts: of one that gives its state that, of long rows their columns."""
+        if (covered := self._owned.covered(value)) is not None:
+            return content(value, kind).without(covered)
         if libraries.has_state(value, kind):
             return libraries.state_content(value)
         table = self.table(value) if kind == "list" else None
         return content(value, kind) if table is None else Content(columns.digest(table), None)
+
+    def attributes(self, value: Any) -> dict[str, Any]:
+        """Return the attributes of an object that nothing else restores."""
+        held, covered = slots.attributes(value), self._owned.covered(value)
+        return {name: one for name, one in held.items() if name not in covered} if covered else held
 
     def table(self, value: Any) -> Table | None:
         """Return the rows of a long list by columns, if they are of one kind."""
@@ -163,14 +172,21 @@ class Look:
         met = self.known(value)
         return met is not None and (met.kind not in _IMMUTABLE or self._is_as_before(value, met))
 
-    def bound(self, variables: Iterable[tuple[str, Any]]) -> list[list[Any]]:
-        """Return variables as a tree has them, without those that cannot be stored."""
+    def bound(self, variables: Iterable[tuple[str, Any]], remade: Collection[str] = ()) -> list[list[Any]]:
+        """Return variables as a tree has them, without those that cannot be stored.
+
+        `remade`: the variables that the script's lines before an inner loop make again.
+        """
         found = []
         for name, one in variables:
+            lost = len(self.lost)
             try:
                 found.append([name, self.value(one, name)])
             except Hole as hole:
                 self.lost.append((name, str(hole)))
+            if name in remade and len(self.lost) > lost:
+                del self.lost[lost:]
+                self.entries[self._numbers[id(one)]] = {"hole": ""}
         return found
 
     def value(self, value: Any, where: str) -> Any:
@@ -204,6 +220,8 @@ class Look:
                 return entry
         elif held := signs.live(value) or signs.inside(value):
             raise Hole(held if signs.live(value) else f"it holds {held}")
+        elif kind in ("network", "library") and making.can_be_made(value, kind):
+            return entry | making.content(self, value, where) | _class(self, value, where)
         elif kind in ("function", "class", "module", "library", "network"):
             raise Hole(f"a {type(value).__name__} that was made in the loop")
         before = met.content if met is not None and "at" in entry else None
@@ -342,7 +360,7 @@ def _enum(look: Look, value: Any, before: Content | None, where: str) -> Entry:
 
 
 def _object(look: Look, value: Any, before: Content | None, where: str) -> Entry:
-    entry = look.pairs(slots.attributes(value).items(), before, where, ".{}")
+    entry = look.pairs(look.attributes(value).items(), before, where, ".{}")
     if issubclass(type(value), (dict, list, set, collections.deque)):
         base = _dict if issubclass(type(value), dict) else _list
         entry["inherited"] = base(look, value, None, where)
@@ -366,7 +384,7 @@ def _method(look: Look, value: Any, before: Content | None, where: str) -> Entry
 
 
 def _state(look: Look, value: Any, before: Content | None, where: str) -> Entry:
-    if libraries.has_state(value, "library"):
+    if libraries.has_state(value, "library") and look._owned.covered(value) is None:
         return {"of_itself": libraries.state(value)}
     return _of_library(look, value, before, where)
 
@@ -375,7 +393,7 @@ def _of_library(look: Look, value: Any, before: Content | None, where: str) -> E
     """Return the attributes that have changed, as far as they are data of the type that was there."""
     old = before.items if before is not None and before.items is not None else {}
     rows = []
-    for name, one in slots.attributes(value).items():
+    for name, one in look.attributes(value).items():
         was: Any = old.get(mark(name))
         if was == mark(one):
             continue

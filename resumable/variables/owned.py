@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -13,7 +13,11 @@ from ..files import sharded_tensor
 class Owned:
     """The objects that are restored by something else, each with a name."""
 
-    def __init__(self, named: Iterable[tuple[str, Any]] = ()) -> None:
+    def __init__(
+        self, named: Iterable[tuple[str, Any]] = (), covered: Iterable[tuple[Any, Collection[str]]] = ()
+    ) -> None:
+        """`covered`: objects of which only some attributes are restored by something else."""
+        self._covered = {id(value): (value, names) for value, names in covered}
         self._names: dict[int, str] = {}
         self._objects: dict[str, Any] = {}
         self._memory: dict[int, str] = {}
@@ -27,6 +31,11 @@ class Owned:
     def name(self, value: Any) -> str | None:
         """Return the name of an object that is owned."""
         return self._names.get(id(value))
+
+    def covered(self, value: Any) -> Collection[str] | None:
+        """Return the attributes of an object that something else restores; None if it is no such object."""
+        found = self._covered.get(id(value))
+        return found and found[1]
 
     def object(self, name: str) -> Any:
         """Return the object of a name; KeyError if there is none."""

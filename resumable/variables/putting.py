@@ -17,7 +17,7 @@ import torch
 from ..objects import kinds, own, walks
 from ..objects.kinds import Step
 from ..objects.walks import Finder
-from . import atoms, checking, constants, filling, libraries
+from . import atoms, checking, constants, filling, libraries, making
 from .atoms import Hole
 from .looks import Entry, Namespace, class_name
 from .owned import Owned
@@ -56,6 +56,15 @@ class Putting:
                 self._try(self._text(entry), partial(self._check, number, entry))
         return [name for key, rows in self._namespaces for name in self._bound(there.get(key), rows)]
 
+    def lacking(self) -> set[tuple[str, str]]:
+        """Return the variables that the checkpoint could not have, with the keys of their namespaces."""
+        return {
+            (key, name)
+            for key, rows in self._namespaces
+            for name, stored in rows
+            if type(stored) is dict and "entry" in stored and "hole" in self._entries[stored["entry"]]
+        }
+
     def _find(self, there: Mapping[str, Namespace], owned: Owned) -> None:
         # What was found stays: its variable may be bound to another object since.
         finder = Finder(root for one in there.values() for root in one.roots())
@@ -65,7 +74,8 @@ class Putting:
                 if value is not _NOTHING and "at" in entry:
                     path = path_of(entry)
                     above = (kinds.kind_of(finder.find(path[:end])) for end in range(len(path) - 1, 0, -1))
-                    self._foreign |= {number} if libraries.is_inside(above) else set()
+                    is_foreign = entry["kind"] not in libraries.OWN and libraries.is_inside(above)
+                    self._foreign |= {number} if is_foreign else set()
                 if value is not _NOTHING:
                     self._found[number] = value
 
@@ -89,7 +99,8 @@ class Putting:
             return call()
         except (Hole, RecursionError) as hole:
             problem = f"{name}: {hole}"
-            self.problems += [problem] if problem not in self.problems else []
+            # One without a reason is made by the script itself.
+            self.problems += [problem] if str(hole) and problem not in self.problems else []
             return _NOTHING
 
     def _bound(self, there: Namespace | None, rows: Sequence[Any]) -> list[str]:
@@ -301,4 +312,6 @@ _MAKERS: dict[str, Callable[[Putting, Entry], Any]] = {
     "object": _new_object,
     "partial": _partial,
     "method": _method,
+    "network": making.made,
+    "library": making.made,
 }

@@ -1,17 +1,18 @@
-"""The variables of a training's script: `begin` at a loop's head, `look` at a save, `put_back` at a head."""
+"""The variables of a training's script: `head` at a loop's head, `look` at a save, `load` at a resume."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 from ..files.threads import no_garbage_collection
 from ..objects import own, walks
-from ..objects.contents import mark
+from ..objects.contents import Content, content, mark
 from ..objects.walks import Met
+from . import signs
 from .holds import Hold
 from .looks import Look, Namespace
 from .owned import Owned
@@ -20,6 +21,19 @@ from .script import bytecode, frames
 
 _PACKAGE = __name__.partition(".")[0]
 _STARTED = time.time()
+
+
+class _Running(NamedTuple):
+    """A namespace of a frame that is running, or of a module."""
+
+    namespace: Namespace
+    identity: int
+    """That of the frame, or of the module's variables."""
+    head: int | None
+    """Where the frame is, as an offset in its code."""
+    code: CodeType | None
+    number: int | None = None
+    """How many frames of the script are around it."""
 
 
 class _Base(NamedTuple):
@@ -31,6 +45,15 @@ class _Base(NamedTuple):
     met: Mapping[int, Met]
     heads: frozenset[int]
     """Where the loops are, as offsets in the code of the frame."""
+    code: CodeType | None
+
+    def is_of(self, running: _Running, *, is_innermost: bool) -> bool:
+        """Whether it is of this frame: one that is at the same head again, and not in a loop, is another."""
+        if self.frame != running.identity:
+            return False
+        if running.code is None or not is_innermost or running.head not in self.heads:
+            return True
+        return bytecode.is_in_loop(running.code, running.head)
 
 
 class Variables:
@@ -43,35 +66,80 @@ class Variables:
         self._hold: Hold | None = None
         self._digests: dict[int, str] = {}
         """Of what the loop leaves alone, by identity."""
+        self._at_head: dict[str, Mapping[str, Any]] = {}
+        """The variables of each namespace at the head that came last."""
+        self._before = self._at_head
+        """The same at the head before that."""
+        self._inside: dict[int, Content] = {}
+        """What the objects that no checkpoint can have held at the head that came last."""
         self._restored: set[tuple[str, str]] = set()
         """The variables that were put back once: they are stored even if they change no more."""
+        self.lost: list[tuple[str, str]] = []
+        """What the last look could not store: where it is, and why."""
+
+    def head(self, *, is_due: bool) -> tuple[list[str], list[str]]:
+        """Note what the variables are before a loop, and put back what was loaded.
+
+        `is_due`: whether no body was handed out since the load. Return the variables that were bound, and
+        what cannot be put back.
+        """
+        stack = frames.own_frames(sys._getframe(1))
+        self._begin(stack)
+        if is_due and self._putting is not None:
+            return self._put_back(self._putting, stack)
+        self._putting = self._hold = None
+        return [], []
 
     @no_garbage_collection()
-    def begin(self, frame: FrameType | None) -> None:
-        """Note what the variables are before a loop, if it is not known yet."""
-        owned, known = self._owned(), self._known()
-        for namespace, identity, heads in self._namespaces(frame):
-            base = self._bases.get(namespace.key)
-            if base is not None and base.frame == identity:
-                self._bases[namespace.key] = base._replace(heads=base.heads | heads)
+    def _begin(self, stack: list[FrameType]) -> None:
+        owned, running = self._owned(), [*self._running(stack)]
+        here = {one.namespace.key for one in running}
+        # A function that is not running any more has ended, unless it is a generator.
+        for key, one in [*self._bases.items()]:
+            if key not in here and one.code is not None and not frames.is_generator(one.code):
+                del self._bases[key]
+        for it in running:
+            # Those around it are where they were when they called it.
+            base = self._bases.get(it.namespace.key)
+            if base is not None and not base.is_of(it, is_innermost=it.number == len(stack) - 1):
+                del self._bases[it.namespace.key]
+        known = self._known()
+        self._before, self._at_head = (
+            self._at_head,
+            {
+                one.namespace.key: {name: mark(value) for name, value in one.namespace.variables.items()}
+                for one in running
+            },
+        )
+        self._inside = _insides(one.namespace for one in running)
+        for it in running:
+            key, heads = it.namespace.key, frozenset(() if it.head is None else (it.head,))
+            base = self._bases.get(key)
+            if base is not None:
+                self._bases[key] = base._replace(heads=base.heads | heads)
                 continue
             look = Look(owned, {})
-            nodes = walks.walk(namespace.roots(), look.is_leaf)
+            nodes = walks.walk(it.namespace.roots(), look.is_leaf)
             # One that is known by the address of another that is gone is new.
             new = (one for one in nodes if not ((was := known.get(id(one.value))) and was.is_of(one.value)))
-            ours = [one for one in new if not owned.name(one.value)]
-            met = walks.met(ours, look.content_of)
-            marks = {name: mark(one) for name, one in namespace.variables.items()}
-            self._bases[namespace.key] = _Base(identity, marks, met, heads)
+            met = walks.met([one for one in new if not owned.name(one.value)], look.content_of)
+            self._bases[key] = _Base(it.identity, self._at_head[key], met, heads, it.code)
             # An object that is new may have the identity of one that is gone.
             self._digests.clear()
             known |= met
 
     @no_garbage_collection()
-    def look(self, frame: FrameType | None) -> dict[str, Any]:
+    def look(self) -> dict[str, Any]:
         """Return what has changed since the loop began."""
+        if not self._bases:
+            return {"namespaces": [], "entries": []}
         look, rows = Look(self._owned(), self._known()), []
-        found = [one for one, _, _ in self._namespaces(frame) if one.key in self._bases]
+        running = self._running(frames.own_frames(sys._getframe(1)))
+        found = [
+            one.namespace
+            for one in running
+            if (base := self._bases.get(one.namespace.key)) and base.frame == one.identity
+        ]
         look.changes(root for one in found for root in one.roots())
         for namespace in found:
             base = self._bases[namespace.key]
@@ -80,9 +148,23 @@ class Variables:
                 for name, one in namespace.variables.items()
                 if self._is_stored(namespace, base, name, one, look)
             )
-            rows.append([namespace.key, look.bound(changed)])
+            rows.append([namespace.key, look.bound(changed, self._remade(namespace))])
         look.keep_constants(self._digests)
-        return {"namespaces": rows, "entries": look.entries, "lost": look.lost}
+        self.lost = look.lost
+        return {"namespaces": rows, "entries": look.entries}
+
+    def _remade(self, namespace: Namespace) -> set[str]:
+        """Return the variables that lines between two heads have bound: they run again at a resume."""
+        then, held = self._at_head.get(namespace.key, {}), namespace.variables
+        before = self._before.get(namespace.key, {})
+        inside = _insides([namespace])
+        return {
+            name
+            for name, one in then.items()
+            if before.get(name, ()) != one and name in held and mark(held[name]) == one
+            # An object that counts its lines beside its file is not what those lines make.
+            if inside.get(id(held[name])) == self._inside.get(id(held[name]))
+        }
 
     def _is_stored(self, namespace: Namespace, base: _Base, name: str, value: Any, look: Look) -> bool:
         if namespace.may_be_read is not None and name not in namespace.may_be_read:
@@ -95,46 +177,50 @@ class Variables:
 
     def load(self, tree: Mapping[str, Any]) -> None:
         """Take what a look has stored; the next heads put it back."""
-        self._putting = Putting(tree)
+        self._putting, self._hold = Putting(tree), None
 
-    def put_back(self, frame: FrameType | None) -> tuple[list[str], list[str]]:
-        """Put back what was loaded; return the variables that were bound, and what cannot be put back."""
-        if self._putting is None:
-            return [], []
-        namespaces, owned = [one for one, _, _ in self._namespaces(frame)], self._owned()
+    @no_garbage_collection()
+    def _put_back(self, putting: Putting, stack: list[FrameType]) -> tuple[list[str], list[str]]:
+        owned, namespaces = self._owned(), self._namespaces(stack)
         if self._hold is not None:
-            self._hold.put_back(namespaces)
-            namespaces = [one for one, _, _ in self._namespaces(frame)]
-        names = self._putting.put(namespaces, owned)
+            self._hold.put_back(namespaces, putting.lacking())
+            namespaces = self._namespaces(stack)
+        names = putting.put(namespaces, owned)
         if self._hold is None:
             # As they are now, with what was bound.
-            self._hold = Hold([one for one, _, _ in self._namespaces(frame)], owned)
-        self._restored |= self._putting.bound
-        return names, self._putting.problems
-
-    def handed(self) -> None:
-        """A body was handed out: nothing is put back any more."""
-        self._putting = self._hold = None
+            self._hold = Hold(self._namespaces(stack), owned)
+        self._restored |= putting.bound
+        return names, putting.problems
 
     def _known(self) -> dict[int, Met]:
         return {at: met for base in self._bases.values() for at, met in base.met.items()}
 
-    def _namespaces(self, frame: FrameType | None) -> Iterator[tuple[Namespace, int, frozenset[int]]]:
-        """Yield each namespace, with what tells it from another of its name, and where its loop is."""
-        stack = frames.own_frames(frame)
+    def _namespaces(self, stack: list[FrameType]) -> list[Namespace]:
+        return [one.namespace for one in self._running(stack)]
+
+    def _running(self, stack: list[FrameType]) -> Iterator[_Running]:
+        """Yield each namespace of the running frames, and of the modules."""
         for number, one in enumerate(stack):
             if frames.is_function(one):
                 key = f"frame:{number}:{frames.name_of(one)}"
-                yield _of_frame(key, one, self._heads(key, one)), id(one), frozenset({one.f_lasti})
+                yield _Running(
+                    _of_frame(key, one, self._heads(key, one)), id(one), one.f_lasti, one.f_code, number
+                )
         tops = {id(one.f_globals): one for one in stack if not frames.is_function(one)}
         for name, module in _modules(stack):
             key, top = f"module:{name}", tops.get(id(module))
-            heads = frozenset({top.f_lasti}) if top else frozenset[int]()
-            yield _of_module(key, module, top, self._heads(key, top), stack), id(module), heads
+            of_module = _of_module(key, module, top, self._heads(key, top), stack)
+            yield _Running(of_module, id(module), top and top.f_lasti, None)
 
     def _heads(self, key: str, frame: FrameType | None) -> frozenset[int]:
         heads = self._bases[key].heads if key in self._bases else frozenset[int]()
         return heads | ({frame.f_lasti} if frame else set())
+
+
+def _insides(namespaces: Iterable[Namespace]) -> dict[int, Content]:
+    """Return the contents of objects that hold something which no checkpoint can have."""
+    values = (value for one in namespaces for value in one.variables.values())
+    return {id(value): content(value) for value in values if signs.inside(value)}
 
 
 def _of_frame(key: str, frame: FrameType, heads: frozenset[int]) -> Namespace:

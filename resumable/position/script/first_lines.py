@@ -23,7 +23,7 @@ class BeforeLoop:
         self._changed_since: list[Callable[[], list[str]]] = []
         self._is_resumed = False
 
-    def watch(self, models: Look, settings: Look) -> None:
+    def watch(self, models: Look | None, settings: Look | None) -> None:
         """Look at the models, and at the settings of the other parts."""
         self._look_at_models, self._look_at_settings = models, settings
 
@@ -70,7 +70,7 @@ class FirstLines:
         self.is_looking = False
         """Whether the first batch shows what the lines before it have changed."""
 
-    def watch(self, models: Look) -> None:
+    def watch(self, models: Look | None) -> None:
         """Look at the models."""
         self._look = models
 

@@ -88,12 +88,17 @@ def loops(code: CodeType) -> tuple[tuple[int, int], ...]:
     return tuple((one.argval, one.offset) for one in steps if one.argval <= one.offset)
 
 
+def is_in_loop(code: CodeType, offset: int | None) -> bool:
+    """Whether an instruction is in a loop, and may run again in the same call."""
+    return offset is not None and any(begin <= offset <= end for begin, end in loops(code))
+
+
 @lru_cache(1024)
 def assigned_in_loops(code: CodeType) -> frozenset[str]:
     """Return the variables that code assigns in a loop, or that functions inside of it assign."""
     found = set(assigned_inside(code))
     for one in dis.get_instructions(code):
-        if any(begin <= one.offset <= end for begin, end in loops(code)):
+        if is_in_loop(code, one.offset):
             found |= accesses(one)[1]
     return frozenset(found)
 

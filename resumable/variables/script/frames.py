@@ -6,7 +6,7 @@ import ctypes
 import inspect
 import sys
 from collections.abc import Iterator, Mapping
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 from ...objects import own
@@ -25,6 +25,11 @@ def own_frames(frame: FrameType | None) -> list[FrameType]:
 def is_function(frame: FrameType) -> bool:
     """Whether a frame has variables of its own, unlike that of a module or of a class's body."""
     return bool(frame.f_code.co_flags & inspect.CO_OPTIMIZED)
+
+
+def is_generator(code: CodeType) -> bool:
+    """Whether a function may go on after another one has run."""
+    return bool(code.co_flags & (inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR))
 
 
 def name_of(frame: FrameType) -> str:

@@ -1,0 +1,53 @@
+"""The heads of the loops, where a training goes on: parts and variables are there as they were saved."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ..files import codec
+from ..objects.contents import digest_of_tensor
+from ..parts import collect
+from ..parts.part import Part
+from ..training import Training
+from .resuming import Resuming
+
+
+class Heads:
+    """Undoes, until a body is handed out, what the script's lines before it have changed."""
+
+    def __init__(self, training: Training, resuming: Resuming) -> None:
+        self._training, self._resuming = training, resuming
+        self._parts: Sequence[Part] = [*training.parts.models, *training.parts.optimizers]
+        self._loaded: Mapping[str, object] = {}
+        """What the models and optimizers were as they were loaded."""
+
+    def loaded(self) -> None:
+        """Note what a checkpoint has put into the parts."""
+        if self._training.script:
+            self._loaded = {part.name: _content(part) for part in self._parts}
+
+    def come(self) -> None:
+        """Put back what was loaded, if no body was handed out since."""
+        if (script := self._training.script) is None:
+            return
+        is_due = self._training.position.streams.is_holding()
+        if is_due and self._loaded:
+            self._put_parts_back()
+        self._loaded = self._loaded if is_due else {}
+        _, problems = script.variables.head(is_due=is_due)
+        for problem in problems:
+            self._training.once.warn(f"a variable of the script is not what it was saved as: {problem}")
+
+    def _put_parts_back(self) -> None:
+        changed = [part.name for part in self._parts if self._loaded[part.name] != _content(part)]
+        ranks = self._training.crew.ranks
+        if any(ranks.agree("what the lines before the loop have changed", lambda: changed)):
+            self._resuming.put_again(changed)
+
+
+def _content(part: Part) -> object:
+    found = []
+    for tree in collect.encoded([part]).values():
+        json = collect.without_fleeting(tree.json[part.name])
+        found.append((json, [digest_of_tensor(tree.tensors[name]) for name in codec.tensor_names(json)]))
+    return found

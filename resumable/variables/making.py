@@ -1,0 +1,114 @@
+"""Modules, optimizers and schedulers that a loop makes: made again without a call of their constructors."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim import lr_scheduler, swa_utils
+
+from ..objects import kinds, own, slots
+from ..objects.kinds import Kind
+from .atoms import Hole
+
+if TYPE_CHECKING:
+    from .looks import Entry, Look
+    from .putting import Putting
+
+_TENSORS = {"_parameters": torch.nn.Parameter, "_buffers": torch.Tensor, "_modules": torch.nn.Module}
+_KEPT = {*_TENSORS, "_non_persistent_buffers_set", "training"}
+_FRESH = frozenset(vars(torch.nn.Module()))
+_STATE = ("defaults", "state", "param_groups")
+
+
+def _classes(base: type, *modules: Any) -> dict[str, type]:
+    found = (one for module in modules for one in vars(module).values())
+    return {
+        f"{one.__module__}:{one.__qualname__}": one
+        for one in found
+        if isinstance(one, type) and issubclass(one, base) and not inspect.isabstract(one)
+    }
+
+
+_NETWORKS = _classes(torch.nn.Module, torch.nn, swa_utils)
+_OPTIMIZERS = _classes(torch.optim.Optimizer, torch.optim)
+_SCHEDULERS = _classes(lr_scheduler.LRScheduler, lr_scheduler, swa_utils)
+_OF_TORCH = {**_NETWORKS, **_OPTIMIZERS, **_SCHEDULERS}
+
+
+def can_be_made(value: Any, kind: Kind) -> bool:
+    """Whether an object that a loop has made can be made again."""
+    of = type(value)
+    name = f"{own.module_of(of)}:{type.__dict__['__qualname__'].__get__(of)}"
+    return _OF_TORCH.get(name) is of or (kind == "network" and own.is_own_class(of))
+
+
+def content(look: Look, value: Any, where: str) -> Entry:
+    """Return all of an object as a tree has it."""
+    held = slots.attributes(value)
+    if hooks := [name for name, one in held.items() if name.endswith("_hooks") and one]:
+        raise Hole(f"it has {', '.join(hooks)}")
+    if isinstance(value, torch.nn.Module):
+        held = {name: one for name, one in held.items() if name not in _FRESH or name in _KEPT}
+    elif isinstance(value, torch.optim.Optimizer):
+        held = {name: held[name] for name in _STATE}
+    return look.pairs(held.items(), None, where, ".{}")
+
+
+def made(put: Putting, entry: Entry) -> Any:
+    """Return a new object without content, of a class of the script or of torch."""
+    of = put.value(entry["of"]) if "of" in entry else _OF_TORCH.get(entry["class"])
+    if not isinstance(of, type) or hasattr(of, "__del__") or not _may_be(of, entry["kind"]):
+        raise Hole(entry["class"])
+    live: Any = object.__new__(of)
+    if isinstance(live, torch.nn.Module):
+        torch.nn.Module.__init__(live)
+    return live
+
+
+def _may_be(of: type, kind: Kind) -> bool:
+    if of in _OF_TORCH.values():
+        return (kind == "network") is issubclass(of, torch.nn.Module)
+    return kind == "network" and issubclass(of, torch.nn.Module) and own.is_own_class(of)
+
+
+def fill(put: Putting, live: Any, entry: Entry) -> None:
+    """Fill an object that was made."""
+    values = {name: put.value(stored) for name, stored in entry["set"]}
+    if isinstance(live, torch.nn.Module):
+        for name, of in _TENSORS.items():
+            _check(values.get(name, {}), of)
+        if type(values.get("_non_persistent_buffers_set", set())) is not set:
+            raise Hole("names of buffers")
+        if not own.is_own_class(type(live)):
+            _check_plain(one for name, one in values.items() if name not in _KEPT)
+        vars(live).update(values)
+        return
+    if isinstance(live, torch.optim.Optimizer):
+        if values.keys() != {*_STATE} or not isinstance(values["param_groups"], list):
+            raise Hole("the state of an optimizer")
+        live.__setstate__(values)
+        return
+    optimizer = values.get("optimizer")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise Hole("a scheduler without its optimizer")
+    _check_plain(
+        one for name, one in values.items() if name not in ("optimizer", "lr_lambdas", "_schedulers")
+    )
+    vars(live).update(values)
+
+
+def _check(held: Any, of: type) -> None:
+    is_right = isinstance(held, dict) and all(
+        type(name) is str and (one is None or isinstance(one, of)) for name, one in held.items()
+    )
+    if not is_right:
+        raise Hole(f"what is no {of.__name__}")
+
+
+def _check_plain(values: Iterable[Any]) -> None:
+    for one in values:
+        if kinds.kind_of(one) not in ("atom", "list", "tuple", "dict", "set", "tensor", "array"):
+            raise Hole(f"a {type(one).__name__}")

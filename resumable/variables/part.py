@@ -1,0 +1,110 @@
+"""The script's variables as a part of the training."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Set as AbstractSet
+from typing import Any
+
+from ..objects import slots, walks
+from ..objects.kinds import Step
+from ..parts.optimizers import OptimizerPart
+from ..parts.other_parts import GeneratorPart, StatefulPart
+from ..parts.part import Difference, Part, Saved, same_device
+from ..parts.parts import Parts
+from . import checking
+from .owned import Owned
+from .variables import Variables
+
+_GROUPS = ("param_groups", "state", "defaults")
+_INSIDE = ("object", "library")
+_DATA = {*_INSIDE, "list", "dict", "set", "buffer", "array", "tensor", "generator"}
+
+
+class ScriptPart(Part):
+    """What the loops have changed in the variables of the script."""
+
+    kind = "script"
+    is_last = True
+
+    def __init__(self) -> None:
+        super().__init__("script", None, "rank")
+        self._parts: Parts | None = None
+        self.variables = Variables(self._owned)
+
+    def bind(self, parts: Parts) -> None:
+        """Know what the other parts restore."""
+        self._parts = parts
+
+    def _owned(self) -> Owned:
+        if self._parts is None:
+            return Owned()
+        # The script's state_dict may draw.
+        streams = self._parts.position.streams
+        generators = streams.read()
+        try:
+            return Owned(_owned_by(self._parts), _covered_by(self._parts))
+        finally:
+            streams.write(generators)
+
+    def collect(self) -> dict[str, Any]:
+        """Return what has changed since the loop began."""
+        return {self.stem: self.variables.look()}
+
+    def outgrown(self) -> Iterator[str]:
+        """Yield what the last look could not store."""
+        if lost := self.variables.lost:
+            rows = "".join(f"\n  {where}: {why}" for where, why in lost)
+            yield f"the loop changes variables of the script that no checkpoint can have:{rows}"
+
+    def differences(self, saved: Saved, built: Mapping[str, Any]) -> Iterator[Difference]:
+        """Yield that it is not what a look stores."""
+        try:
+            checking.check(saved.view(self.stem))
+        except ValueError as exc:
+            yield Difference(self.name, "", str(exc))
+
+    def restore(self, saved: Saved, unfit: AbstractSet[str], code_wins: AbstractSet[str]) -> None:
+        """Let the next heads of the loops put the variables back."""
+        self.variables.load(saved.copy(self.stem, same_device))
+
+
+def _owned_by(parts: Parts) -> Iterator[tuple[str, Any]]:
+    """Yield the objects that other parts restore, with their names."""
+    for part in parts.all:
+        yield from ((f"{part.name}.{name}", one) for name, one in part.tensors().items())
+        if isinstance(part, OptimizerPart):
+            yield from _inside_of(part)
+        elif isinstance(part, StatefulPart) or part.is_container:
+            root = part.live if part.is_container else part.collect()[part.stem]
+            for node in walks.walk([(Step("", part.name), root)], lambda one: one.kind in _INSIDE):
+                if node.kind in _DATA:
+                    yield str(node), node.value
+        elif isinstance(part, GeneratorPart):
+            yield part.name, part.live
+    for name, at in parts.position.loaders.items():
+        # Their data belong to them, and may be large.
+        for node in walks.walk([(Step("", name), at.source.loader)], lambda one: one.kind not in _INSIDE):
+            if node.kind in _DATA:
+                yield str(node), node.value
+
+
+def _covered_by(parts: Parts) -> Iterator[tuple[Any, Collection[str]]]:
+    """Yield the parts that may have more attributes than they save, each with those that they save."""
+    for part in parts.all:
+        if isinstance(part, (OptimizerPart, StatefulPart)):
+            saved = _GROUPS if isinstance(part, OptimizerPart) else part.collect()[part.stem]
+            own = {name for name in slots.attributes(part.live) if name.startswith("_")}
+            yield part.live, own.union(saved if isinstance(saved, (dict, tuple)) else ())
+
+
+def _inside_of(part: OptimizerPart) -> Iterator[tuple[str, Any]]:
+    optimizer = part.live
+    yield from ((f"{part.name}.{name}", getattr(optimizer, name)) for name in _GROUPS)
+    for number, group in enumerate(optimizer.param_groups):
+        yield f"{part.name}.param_groups[{number}]", group
+        yield f"{part.name}.param_groups[{number}]['params']", group["params"]
+    for name, parameter in part.parameters().items():
+        state = optimizer.state.get(parameter, {})
+        yield f"{part.name}.state[{name}]", state
+        yield from ((f"{part.name}.state[{name}][{key!r}]", one) for key, one in state.items())
