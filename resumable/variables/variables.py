@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import CodeType, FrameType, FunctionType, ModuleType
+from types import CodeType, FrameType, FunctionType, MappingProxyType, ModuleType
 from typing import Any, NamedTuple
 
 from ..files.threads import no_garbage_collection
@@ -56,6 +56,15 @@ class _Base(NamedTuple):
         return bytecode.is_in_loop(running.code, running.head)
 
 
+class _Head(NamedTuple):
+    """The variables as they were at a head."""
+
+    marks: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
+    """By namespace, and by name."""
+    inside: Mapping[int, Content] = MappingProxyType({})
+    """What the objects that no checkpoint can have held then, by their identity."""
+
+
 class Variables:
     """What the loops of ours change in the variables of the script."""
 
@@ -66,12 +75,8 @@ class Variables:
         self._hold: Hold | None = None
         self._digests: dict[int, str] = {}
         """Of what the loop leaves alone, by identity."""
-        self._at_head: dict[str, Mapping[str, Any]] = {}
-        """The variables of each namespace at the head that came last."""
-        self._before = self._at_head
-        """The same at the head before that."""
-        self._inside: dict[int, Content] = {}
-        """What the objects that no checkpoint can have held at the head that came last."""
+        self._heads = _Head(), _Head()
+        """The two that came last."""
         self._restored: set[tuple[str, str]] = set()
         """The variables that were put back once: they are stored even if they change no more."""
         self.lost: list[tuple[str, str]] = []
@@ -104,14 +109,11 @@ class Variables:
             if base is not None and not base.is_of(it, is_innermost=it.number == len(stack) - 1):
                 del self._bases[it.namespace.key]
         known = self._known()
-        self._before, self._at_head = (
-            self._at_head,
-            {
-                one.namespace.key: {name: mark(value) for name, value in one.namespace.variables.items()}
-                for one in running
-            },
-        )
-        self._inside = _insides(one.namespace for one in running)
+        marks = {
+            one.namespace.key: {name: mark(value) for name, value in one.namespace.variables.items()}
+            for one in running
+        }
+        self._heads = self._heads[1], _Head(marks, _insides(one.namespace for one in running))
         for it in running:
             key, heads = it.namespace.key, frozenset(() if it.head is None else (it.head,))
             base = self._bases.get(key)
@@ -123,7 +125,7 @@ class Variables:
             # One that is known by the address of another that is gone is new.
             new = (one for one in nodes if not ((was := known.get(id(one.value))) and was.is_of(one.value)))
             met = walks.met([one for one in new if not owned.name(one.value)], look.content_of)
-            self._bases[key] = _Base(it.identity, self._at_head[key], met, heads, it.code)
+            self._bases[key] = _Base(it.identity, marks[key], met, heads, it.code)
             # An object that is new may have the identity of one that is gone.
             self._digests.clear()
             known |= met
@@ -155,15 +157,14 @@ class Variables:
 
     def _remade(self, namespace: Namespace) -> set[str]:
         """Return the variables that lines between two heads have bound: they run again at a resume."""
-        then, held = self._at_head.get(namespace.key, {}), namespace.variables
-        before = self._before.get(namespace.key, {})
-        inside = _insides([namespace])
+        before, last = (one.marks.get(namespace.key, {}) for one in self._heads)
+        held, were, inside = namespace.variables, self._heads[1].inside, _insides([namespace])
         return {
             name
-            for name, one in then.items()
+            for name, one in last.items()
             if before.get(name, ()) != one and name in held and mark(held[name]) == one
             # An object that counts its lines beside its file is not what those lines make.
-            if inside.get(id(held[name])) == self._inside.get(id(held[name]))
+            if inside.get(id(held[name])) == were.get(id(held[name]))
         }
 
     def _is_stored(self, namespace: Namespace, base: _Base, name: str, value: Any, look: Look) -> bool:
@@ -204,15 +205,15 @@ class Variables:
             if frames.is_function(one):
                 key = f"frame:{number}:{frames.name_of(one)}"
                 yield _Running(
-                    _of_frame(key, one, self._heads(key, one)), id(one), one.f_lasti, one.f_code, number
+                    _of_frame(key, one, self._heads_in(key, one)), id(one), one.f_lasti, one.f_code, number
                 )
         tops = {id(one.f_globals): one for one in stack if not frames.is_function(one)}
         for name, module in _modules(stack):
             key, top = f"module:{name}", tops.get(id(module))
-            of_module = _of_module(key, module, top, self._heads(key, top), stack)
+            of_module = _of_module(key, module, top, self._heads_in(key, top), stack)
             yield _Running(of_module, id(module), top and top.f_lasti, None)
 
-    def _heads(self, key: str, frame: FrameType | None) -> frozenset[int]:
+    def _heads_in(self, key: str, frame: FrameType | None) -> frozenset[int]:
         heads = self._bases[key].heads if key in self._bases else frozenset[int]()
         return heads | ({frame.f_lasti} if frame else set())
 

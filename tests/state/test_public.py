@@ -51,7 +51,7 @@ NAMES = [
 PARTS = ["model", "optimizer", "scheduler", "scaler", "loader", "extra"]
 OPTIONS = [
     *("maximize", "minimize", "keep", "every", "resume", "allow", "override", "rename", "expect"),
-    *("preempt", "remote", "ranks", "trace", "sample_seeds", "progress", "quiet"),
+    *("preempt", "remote", "ranks", "trace", "sample_seeds", "variables", "progress", "quiet"),
 ]
 
 
