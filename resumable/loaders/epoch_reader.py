@@ -180,7 +180,9 @@ class EpochReader(Source):
         self._forget()
 
     def _forget(self) -> None:
-        self._order = Order(self.loader, self._generators, keeps_draws=not self.loader.num_workers)
+        self._order = Order(
+            self.loader, self._generators, self.was_drawn, keeps_draws=not self.loader.num_workers
+        )
         self._opening: Opening | None = None
         self._seeded_epoch: int | None = None
         self._loads_ahead = False

@@ -62,6 +62,10 @@ class LoaderSource(EpochReader):
             found["kind"] = type(self.loader).__name__
         return {**loader_changes.settings(self.loader), **found}
 
+    @property
+    def draws_late(self) -> bool:  # type: ignore[override]
+        return self._stream is None and not self.loader.num_workers
+
     def root(self) -> object:
         return self._generators.at_loader()
 

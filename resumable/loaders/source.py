@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
 from typing import Any
@@ -26,8 +26,18 @@ class Source(ABC):
     """The loader of Accelerate or Fabric around it, if the user gave one."""
     has_cheap_marks = True
     """Whether a mark can be made with every batch."""
+    draws_late = False
+    """Whether the order is drawn only when a batch is asked for."""
+    when_drawn: Callable[[], object] | None = None
+    """Called once the order is drawn, and what is done is skipped."""
     restores_generators = False
     """Whether the loader's own state has its generators."""
+
+    def was_drawn(self) -> None:
+        """Note that the order is drawn, and what is done is skipped."""
+        when_drawn, self.when_drawn = self.when_drawn, None
+        if when_drawn is not None:
+            when_drawn()
 
     def is_of(self, loader: Any) -> bool:
         """Whether the user means this one by a loader."""

@@ -176,12 +176,16 @@ class LoaderPosition(EpochPlace):
             self.stay()
         return True
 
+    def goes_on(self) -> bool:
+        """Whether the pass that is opened next has begun before."""
+        return bool(self.done) or self.is_awaited
+
     def open(self, *, loads_ahead: bool, step_counted: StepCounted | None = None) -> Iterator[Any]:
         """Return the rest of the batches, as the source yields them."""
         self.step_counted = step_counted
         if self.begins_here:
             return self._open_here(loads_ahead=loads_ahead)
-        continues = bool(self.done) or self.is_awaited
+        continues = self.goes_on()
         if loads_ahead or not continues:
             self.training.streams.put_back()
         self.phase, self._left_under = Phase.DUE, None
@@ -192,6 +196,8 @@ class LoaderPosition(EpochPlace):
             if self.prepared:
                 self.prepared.begin(is_new_epoch=not continues)
             batches = self.source.open(loads_ahead=loads_ahead)
+            if not self.source.draws_late:
+                self.source.was_drawn()
             self.generators.source_opened()
         self._has_marks = self.source.has_cheap_marks or loads_ahead
         self._mark = self.source.mark() if self._has_marks else None

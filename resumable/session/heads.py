@@ -8,6 +8,7 @@ from ..files import codec
 from ..objects.contents import digest_of_tensor
 from ..parts import collect
 from ..parts.part import Part
+from ..position.loader_position import LoaderPosition
 from ..training import Training
 from .resuming import Resuming
 
@@ -35,6 +36,19 @@ class Heads:
             self._put_parts_back()
         self._loaded = self._loaded if is_due else {}
         _, problems = script.variables.head(is_due=is_due)
+        self._tell(problems)
+
+    def begin_pass(self, name: str, at: LoaderPosition) -> None:
+        """Note with what a pass over a loader begins; put it back if it goes on, until it is drawn again."""
+        if (script := self._training.script) is None:
+            return
+        if at.goes_on():
+            at.source.when_drawn, problems = script.variables.pass_goes_on(name)
+            self._tell(problems)
+        else:
+            script.variables.pass_begins(name)
+
+    def _tell(self, problems: Sequence[str]) -> None:
         for problem in problems:
             self._training.once.warn(f"a variable of the script is not what it was saved as: {problem}")
 

@@ -104,12 +104,14 @@ class Loops:
     def _begin_batches(self, name: str, at: LoaderPosition) -> None:
         self._begin("batches")
         self._session.heads.come()
+        self._session.heads.begin_pass(name, at)
         if not at.prepared:
             self._position.accelerate.begin(name, at, self._position.processes)
         self._session.steps.find_unseen()
         self._progress.begin_batches(at, at.length(), at.done)
 
     def _end_batches(self, at: LoaderPosition) -> None:
+        at.source.was_drawn()
         self._progress.end_batches(at)
         self._position.accelerate.end(at)
         self._session.signals.end()

@@ -24,6 +24,10 @@ class _Wrong(ValueError):
 def check(tree: Any) -> None:
     """Raise ValueError unless a tree is one that a look may have stored."""
     _Check(tree).run()
+    passes = tree.get("passes", {})
+    _need(isinstance(passes, Mapping) and all(type(name) is str for name in passes), "the passes")
+    for entries in passes.values():
+        _Check({"namespaces": [], "entries": entries}).run()
 
 
 class _Check:

@@ -22,7 +22,12 @@ from .owned import Owned
 
 _MOST = 2_000
 """How many objects are looked at to see whether one leads to what no checkpoint can have."""
-_CLOSED = ("torch.utils.data", __name__.partition(".")[0])
+_CLOSED = (
+    "torch.utils.data.dataset",
+    "torch.utils.data.dataloader",
+    "torch.utils.data._",
+    __name__.partition(".")[0],
+)
 """Packages whose objects are left alone: data belong to their loaders, and what is ours is no variable."""
 _NOT_ENTERED = {"class", "function", "module", "method", "partial"}
 _NUMBERS = (bool, int, float, complex, np.generic)

@@ -60,11 +60,11 @@ class Look:
         self._owned, self._known = owned, known
         self._libraries = Libraries(owned)
         self._constants: list[Node] = []
-        self._tables: dict[int, Table | None] = {}
+        self._tables: dict[int, tuple[Any, Table | None]] = {}
         self._numbers: dict[int, int] = {}
-        self._kept: list[Any] = []
-        """The objects of the entries, which keep their identity as long as this lives."""
         self.entries: list[Entry] = []
+        self.objects: list[Any] = []
+        """Those of the entries, which keep their identity as long as this lives."""
         self.lost: list[tuple[str, str]] = []
         """What cannot be stored: where it is, and why."""
 
@@ -161,9 +161,8 @@ class Look:
         if len(value) < columns.FEWEST:
             return None
         if id(value) not in self._tables:
-            self._tables[id(value)] = columns.table_of(value)
-            self._kept.append(value)
-        return self._tables[id(value)]
+            self._tables[id(value)] = value, columns.table_of(value)
+        return self._tables[id(value)][1]
 
     def is_known(self, value: Any) -> bool:
         """Whether a value needs no entry of its own: it was there before, and is told by its path."""
@@ -199,7 +198,7 @@ class Look:
         if (number := self._numbers.get(id(value))) is not None:
             return number
         number = self._numbers[id(value)] = len(self.entries)
-        self._kept.append(value)
+        self.objects.append(value)
         entry: Entry = {}
         self.entries.append(entry)
         try:

@@ -14,6 +14,7 @@ from ..parts.part import Difference, Part, Saved, same_device
 from ..parts.parts import Parts
 from . import checking
 from .owned import Owned
+from .passes import Loaders, objects_of, owned_by
 from .variables import Variables
 
 _GROUPS = ("param_groups", "state", "defaults")
@@ -30,7 +31,7 @@ class ScriptPart(Part):
     def __init__(self) -> None:
         super().__init__("script", None, "rank")
         self._parts: Parts | None = None
-        self.variables = Variables(self._owned)
+        self.variables = Variables(self._owned, self._loaders)
 
     def bind(self, parts: Parts) -> None:
         """Know what the other parts restore."""
@@ -46,6 +47,10 @@ class ScriptPart(Part):
             return Owned(_owned_by(self._parts), _covered_by(self._parts))
         finally:
             streams.write(generators)
+
+    def _loaders(self) -> Loaders:
+        found = self._parts.position.loaders if self._parts else {}
+        return {name: objects_of(name, at.source.loader) for name, at in found.items()}
 
     def collect(self) -> dict[str, Any]:
         """Return what has changed since the loop began."""
@@ -83,10 +88,7 @@ def _owned_by(parts: Parts) -> Iterator[tuple[str, Any]]:
         elif isinstance(part, GeneratorPart):
             yield part.name, part.live
     for name, at in parts.position.loaders.items():
-        # Their data belong to them, and may be large.
-        for node in walks.walk([(Step("", name), at.source.loader)], lambda one: one.kind not in _INSIDE):
-            if node.kind in _DATA:
-                yield str(node), node.value
+        yield from owned_by(name, at.source.loader)
 
 
 def _covered_by(parts: Parts) -> Iterator[tuple[Any, Collection[str]]]:

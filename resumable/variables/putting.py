@@ -48,7 +48,7 @@ class Putting:
         """Put everything back; return the names of the variables that were bound."""
         there = {one.key: one for one in namespaces}
         self.problems, self._filled = [], set()
-        self._find(there, owned)
+        self.find(there, owned)
         for number, entry in enumerate(self._entries):
             if number in self._found and entry.keys() - _HEAD:
                 self._try(self._text(entry), partial(self._object, number))
@@ -65,7 +65,8 @@ class Putting:
             if type(stored) is dict and "entry" in stored and "hole" in self._entries[stored["entry"]]
         }
 
-    def _find(self, there: Mapping[str, Namespace], owned: Owned) -> None:
+    def find(self, there: Mapping[str, Namespace], owned: Owned) -> None:
+        """Find all objects that are there, by their paths."""
         # What was found stays: its variable may be bound to another object since.
         finder = Finder(root for one in there.values() for root in one.roots())
         for number, entry in enumerate(self._entries):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from types import CodeType, FrameType, FunctionType, MappingProxyType, ModuleType
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from . import signs
 from .holds import Hold
 from .looks import Look, Namespace
 from .owned import Owned
+from .passes import Loaders, Pass
 from .putting import Putting
 from .script import bytecode, frames
 
@@ -68,8 +70,11 @@ class _Head(NamedTuple):
 class Variables:
     """What the loops of ours change in the variables of the script."""
 
-    def __init__(self, owned: Callable[[], Owned] = Owned) -> None:
-        self._owned = owned
+    def __init__(self, owned: Callable[[], Owned] = Owned, loaders: Callable[[], Loaders] = dict) -> None:
+        """`loaders`: returns the objects behind each loader that are looked at, by the loader's name."""
+        self._owned, self._loaders = owned, loaders
+        self._passes: dict[str, Pass] = {}
+        """Of each loader the pass that began last."""
         self._bases: dict[str, _Base] = {}
         self._putting: Putting | None = None
         self._hold: Hold | None = None
@@ -153,7 +158,8 @@ class Variables:
             rows.append([namespace.key, look.bound(changed, self._remade(namespace))])
         look.keep_constants(self._digests)
         self.lost = look.lost
-        return {"namespaces": rows, "entries": look.entries}
+        passes = {name: entries for name, one in self._passes.items() if (entries := one.changed(look))}
+        return {"namespaces": rows, "entries": look.entries, "passes": passes}
 
     def _remade(self, namespace: Namespace) -> set[str]:
         """Return the variables that lines between two heads have bound: they run again at a resume."""
@@ -179,6 +185,28 @@ class Variables:
     def load(self, tree: Mapping[str, Any]) -> None:
         """Take what a look has stored; the next heads put it back."""
         self._putting, self._hold = Putting(tree), None
+        self._passes = {name: Pass.loaded(entries) for name, entries in tree.get("passes", {}).items()}
+
+    def pass_begins(self, loader: str) -> None:
+        """Note with what a pass over a loader begins."""
+        namespace = self._of_loader(loader)
+        self._passes[loader] = Pass.begun(namespace, self._owned(), self._known())
+
+    def pass_goes_on(self, loader: str) -> tuple[Callable[[], object], list[str]]:
+        """Put what is behind a loader back as its pass began, since the order is drawn from it again.
+
+        Return a function that puts it back as it is now, and what cannot be put back.
+        """
+        namespace, owned = self._of_loader(loader), self._owned()
+        hold, problems = Hold([namespace], owned), list[str]()
+        if (begun := self._passes.get(loader)) is not None:
+            namespaces = self._namespaces(frames.own_frames(sys._getframe(1)))
+            problems = begun.put_back(namespaces, owned)
+        self._passes[loader] = Pass.begun(namespace, owned, self._known())
+        return partial(hold.put_back, [], ()), problems
+
+    def _of_loader(self, loader: str) -> Namespace:
+        return _of_objects(f"loader:{loader}", self._loaders().get(loader, {}))
 
     @no_garbage_collection()
     def _put_back(self, putting: Putting, stack: list[FrameType]) -> tuple[list[str], list[str]]:
@@ -186,6 +214,8 @@ class Variables:
         if self._hold is not None:
             self._hold.put_back(namespaces, putting.lacking())
             namespaces = self._namespaces(stack)
+        for begun in self._passes.values():
+            begun.find(namespaces, owned)
         names = putting.put(namespaces, owned)
         if self._hold is None:
             # As they are now, with what was bound.
@@ -212,6 +242,8 @@ class Variables:
             key, top = f"module:{name}", tops.get(id(module))
             of_module = _of_module(key, module, top, self._heads_in(key, top), stack)
             yield _Running(of_module, id(module), top and top.f_lasti, None)
+        for loader, objects in self._loaders().items():
+            yield _Running(_of_objects(f"loader:{loader}", objects), 0, None, None)
 
     def _heads_in(self, key: str, frame: FrameType | None) -> frozenset[int]:
         heads = self._bases[key].heads if key in self._bases else frozenset[int]()
@@ -250,6 +282,10 @@ def _of_module(
         live = bytecode.live_after(top.f_code, top.f_lasti).union(*(here.get(at, ()) for at in heads))
         live |= frozenset(frames.code_names(top)).union(*(code.co_names for code in codes - {top.f_code}))
     return Namespace(key, _kept(dict(held)), live, may_bind, held.update)
+
+
+def _of_objects(key: str, objects: Mapping[str, Any]) -> Namespace:
+    return Namespace(key, dict(objects), frozenset(), frozenset(), lambda values: None)
 
 
 def _kept(variables: dict[str, Any]) -> dict[str, Any]:

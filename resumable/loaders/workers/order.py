@@ -105,6 +105,7 @@ class _Indices:
             self._start = None
             ahead, self._inner = start()
             self._ahead.extend(ahead)
+            self._order.was_drawn()
 
     def __next__(self) -> Any:
         if self._start is not None:
@@ -127,8 +128,16 @@ class Order:
     It draws nothing itself, so the order is the one that the sampler alone would have made.
     """
 
-    def __init__(self, loader: DataLoader[Any], generators: Generators, keeps_draws: bool = False) -> None:
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        generators: Generators,
+        was_drawn: Callable[[], None],
+        keeps_draws: bool = False,
+    ) -> None:
+        """`was_drawn`: called when the order is drawn, before a sample of it is loaded."""
         self._loader = loader
+        self.was_drawn = was_drawn
         self._keeps_draws = keeps_draws
         self._is_batched = loader.batch_sampler is not None
         self._batch_size = loader.batch_size or 0

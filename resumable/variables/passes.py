@@ -1,0 +1,132 @@
+"""With what the passes over loaders began: their orders are drawn again from it, and their workers made."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+
+from ..objects import kinds, own, walks
+from ..objects.contents import Content
+from ..objects.kinds import Step
+from ..objects.walks import Met
+from .looks import Entry, Look, Namespace
+from .owned import Owned
+from .putting import Putting
+
+Loaders = Mapping[str, Mapping[str, Any]]
+_INSIDE = ("object", "library")
+_CALLED = ("object", "function", "partial", "method")
+_SAMPLERS = ("torch.utils.data.sampler", "torch.utils.data.distributed")
+_CONTAINERS = {"list", "dict", "set", "buffer", "array", "tensor", "generator"}
+_MOST_ITEMS, _MOST_NUMBERS = 4096, 100_000
+_MOST_BYTES = 16 << 20
+
+
+class Pass(NamedTuple):
+    """What was behind a loader as a pass over it began."""
+
+    entries: Sequence[Entry]
+    """All of it, as a look has it."""
+    then: Mapping[int, tuple[Any, Content]] = {}
+    """By entry: an object that was there before the loop, and its content."""
+    putting: Putting | None = None
+
+    @classmethod
+    def begun(cls, namespace: Namespace, owned: Owned, known: Mapping[int, Met]) -> Pass:
+        """Return what is there now."""
+        look = Look(owned, {at: met._replace(content=Content(())) for at, met in known.items()})
+        look.changes(namespace.roots())
+        there = [(number, one) for number, one in enumerate(look.objects) if "at" in look.entries[number]]
+        then = {number: (one, look.content(one, kinds.kind_of(one))) for number, one in there}
+        return cls([*map(_copied, look.entries)], then)
+
+    @classmethod
+    def loaded(cls, entries: Sequence[Entry]) -> Pass:
+        """Return what a checkpoint has."""
+        return cls(entries, {}, Putting({"namespaces": [], "entries": entries}))
+
+    def changed(self, look: Look) -> list[Entry]:
+        """Return what has changed since; nothing for what is as it was then."""
+        if self.putting is not None:
+            return [*self.entries]
+        same = {
+            number
+            for number, (one, then) in self.then.items()
+            if look.content(one, kinds.kind_of(one)) == then
+        }
+        if len(same) == len(self.then):
+            return []
+        return [_place(one) if number in same else one for number, one in enumerate(self.entries)]
+
+    def find(self, namespaces: Iterable[Namespace], owned: Owned) -> None:
+        """Find the objects of a checkpoint, before others take their places."""
+        if self.putting is not None:
+            self.putting.find({one.key: one for one in namespaces}, owned)
+
+    def put_back(self, namespaces: Iterable[Namespace], owned: Owned) -> list[str]:
+        """Put it back; return what cannot be put back."""
+        putting = self.putting or Putting({"namespaces": [], "entries": self.entries})
+        putting.put(namespaces, owned)
+        return putting.problems
+
+
+def _place(entry: Entry) -> Entry:
+    return {name: one for name, one in entry.items() if name in ("kind", "class", "at")}
+
+
+def _copied(entry: Entry) -> Entry:
+    """Return an entry whose tensors the training does not change any more."""
+    return {**entry, "tensor": entry["tensor"].clone()} if "tensor" in entry else entry
+
+
+def objects_of(name: str, loader: Any) -> dict[str, Any]:
+    """Return the objects behind a loader that a script can change: its own, and the samplers of torch."""
+    return {where: one for where, one, kind in _reached(name, loader) if _is_changed(one, kind)}
+
+
+def owned_by(name: str, loader: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what else is behind a loader: its place restores it, or it is too large to be looked at."""
+    for where, one, kind in _reached(name, loader):
+        if (
+            isinstance(one, DataLoader)
+            or (kind in _CONTAINERS and _is_large(one, kind))
+            or kind == "generator"
+        ):
+            yield where, one
+        elif kind == "object" and _is_stateful(one):
+            for node in walks.walk([(Step("", where), one)]):
+                if node.kind in {*_CONTAINERS, "object"}:
+                    yield str(node), node.value
+
+
+def _reached(name: str, loader: Any) -> Iterator[tuple[str, Any, str]]:
+    for node in walks.walk([(Step("", name), loader)], lambda one: one.kind not in _INSIDE):
+        yield str(node), node.value, node.kind
+
+
+def _is_changed(value: Any, kind: str) -> bool:
+    if isinstance(value, DataLoader) or (kind == "object" and _is_stateful(value)):
+        return False
+    is_sampler = kind == "library" and own.module_of(type(value)).startswith(_SAMPLERS)
+    return is_sampler or kind in _CALLED
+
+
+def _is_stateful(value: Any) -> bool:
+    return all(callable(getattr(type(value), one, None)) for one in ("state_dict", "load_state_dict"))
+
+
+def _is_large(value: Any, kind: str) -> bool:
+    if kind in ("array", "tensor", "buffer"):
+        held: Any = value
+        size = held.nbytes if isinstance(held, (np.ndarray, torch.Tensor)) else len(held)
+        return bool(size > _MOST_BYTES)
+    if kind == "generator" or len(value) <= _MOST_ITEMS:
+        return False
+    items: Collection[Any] = (
+        kinds.held_in(value) if kind == "list" and len(value) <= _MOST_NUMBERS else [None]
+    )
+    return not {int, float, bool}.issuperset(map(type, items))
