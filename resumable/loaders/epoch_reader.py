@@ -181,7 +181,7 @@ class EpochReader(Source):
 
     def _forget(self) -> None:
         self._order = Order(
-            self.loader, self._generators, self.was_drawn, keeps_draws=not self.loader.num_workers
+            self.loader, self._generators, self.drawn, keeps_draws=not self.loader.num_workers
         )
         self._opening: Opening | None = None
         self._seeded_epoch: int | None = None

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ import torch
 from .generators import rng, search
 from .prepared import Prepared
 from .workers.datasets import EpochTooShort
+from .workers.order import Drawn
 
 _END = object()
 
@@ -28,16 +30,13 @@ class Source(ABC):
     """Whether a mark can be made with every batch."""
     draws_late = False
     """Whether the order is drawn only when a batch is asked for."""
-    when_drawn: Callable[[], object] | None = None
-    """Called once the order is drawn, and what is done is skipped."""
     restores_generators = False
     """Whether the loader's own state has its generators."""
 
-    def was_drawn(self) -> None:
-        """Note that the order is drawn, and what is done is skipped."""
-        when_drawn, self.when_drawn = self.when_drawn, None
-        if when_drawn is not None:
-            when_drawn()
+    @cached_property
+    def drawn(self) -> Drawn:
+        """Called once the order is drawn, and what is done is skipped."""
+        return Drawn()
 
     def is_of(self, loader: Any) -> bool:
         """Whether the user means this one by a loader."""

@@ -39,6 +39,18 @@ class Content(NamedTuple):
         items = {name: one for name, one in (self.items or {}).items() if name not in but}
         return self._replace(items=self.items and items)
 
+    def but(self, identities: Collection[int]) -> Content:
+        """Return a content that differs from any with an object of these identities."""
+        if self.items is None:
+            return Content(())
+        return self._replace(
+            items={
+                name: (one[0], None) if one[1] in identities and one[0] not in kinds.ATOMS else one
+                for name, one in self.items.items()
+                if isinstance(one, tuple)
+            }
+        )
+
     def changed(self, before: Content) -> list[Any] | None:
         """Return the names or keys that are new or have another value; None if that is not known."""
         if self.items is None or before.items is None or self.whole != before.whole:

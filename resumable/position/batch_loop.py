@@ -18,8 +18,9 @@ from .script.running_sums import RunningSums
 
 
 class Hooks(NamedTuple):
-    """Calls at the beginning and the end of a loop over batches, and after each body."""
+    """Calls before a loop over batches that may have no batch left, at its two ends, and after each body."""
 
+    head: Hook
     begin: Hook
     body_ended: Hook
     end: Hook
@@ -49,7 +50,9 @@ def begin(at: LoaderPosition, hooks: Hooks, way: Way, *, is_in_thread: bool) -> 
 
     `is_in_thread`: whether another thread than the training's loops; there a step of the optimizer counts.
     """
-    if not at.may_loop():
+    may_loop = at.may_loop()
+    hooks.head()
+    if not may_loop:
         return Over(at.training.sums)
     at.draws.begin(is_recorded=way.draws)
     if is_in_thread:

@@ -197,7 +197,7 @@ class LoaderPosition(EpochPlace):
                 self.prepared.begin(is_new_epoch=not continues)
             batches = self.source.open(loads_ahead=loads_ahead)
             if not self.source.draws_late:
-                self.source.was_drawn()
+                self.source.drawn()
             self.generators.source_opened()
         self._has_marks = self.source.has_cheap_marks or loads_ahead
         self._mark = self.source.mark() if self._has_marks else None

@@ -34,6 +34,8 @@ class Heads:
         is_due = self._training.position.streams.is_holding()
         if is_due and self._loaded:
             self._put_parts_back()
+        if is_due:
+            script.share()
         self._loaded = self._loaded if is_due else {}
         _, problems = script.variables.head(is_due=is_due)
         self._tell(problems)
@@ -43,7 +45,7 @@ class Heads:
         if (script := self._training.script) is None:
             return
         if at.goes_on():
-            at.source.when_drawn, problems = script.variables.pass_goes_on(name)
+            at.source.drawn.then, problems = script.variables.pass_goes_on(name)
             self._tell(problems)
         else:
             script.variables.pass_begins(name)

@@ -70,7 +70,8 @@ class Loops:
             loads_ahead |= ahead
             through = _both(through, ToDevice(device, ahead))
         begin, end = partial(self._begin_batches, name, at), partial(self._end_batches, at)
-        hooks = Hooks(begin, partial(self._batch_ended, at), end)
+        head = self._session.heads.come
+        hooks = Hooks(head, begin, partial(self._batch_ended, at), end)
         return self._position.batches(name, hooks, Way(through, loads_ahead, draws))
 
     def _print_if_complete(self, done: int, total: int, what: str) -> None:
@@ -103,7 +104,6 @@ class Loops:
 
     def _begin_batches(self, name: str, at: LoaderPosition) -> None:
         self._begin("batches")
-        self._session.heads.come()
         self._session.heads.begin_pass(name, at)
         if not at.prepared:
             self._position.accelerate.begin(name, at, self._position.processes)
@@ -111,7 +111,7 @@ class Loops:
         self._progress.begin_batches(at, at.length(), at.done)
 
     def _end_batches(self, at: LoaderPosition) -> None:
-        at.source.was_drawn()
+        at.source.drawn()
         self._progress.end_batches(at)
         self._position.accelerate.end(at)
         self._session.signals.end()

@@ -24,6 +24,9 @@ class _Wrong(ValueError):
 def check(tree: Any) -> None:
     """Raise ValueError unless a tree is one that a look may have stored."""
     _Check(tree).run()
+    shared = tree.get("shared", [])
+    _need(isinstance(shared, list) and all(map(_is_pair, shared)), "what optimizers share")
+    _need(all(type(name) is str for pair in shared for name in pair), "what optimizers share")
     passes = tree.get("passes", {})
     _need(isinstance(passes, Mapping) and all(type(name) is str for name in passes), "the passes")
     for entries in passes.values():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import random
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -82,8 +82,9 @@ class Look:
 
     def changes(self, roots: Iterable[tuple[Step, Any]]) -> list[str]:
         """Encode all objects that were there before and have changed; return where they are."""
-        found = []
-        for node in walks.walk(roots, self.is_leaf):
+        found, nodes = [], [*walks.walk(roots, self.is_leaf)]
+        self._forget_gone(nodes)
+        for node in nodes:
             if node.kind in _NEVER_CHANGED or not self.known(node.value):
                 continue
             if self.is_unchanged(node.value):
@@ -107,6 +108,18 @@ class Look:
             self._number(node.value, str(node))
             found.append(str(node))
         return found
+
+    def _forget_gone(self, nodes: Sequence[Node]) -> None:
+        """Tell an object that holds a new one, at the address of another that is gone, from what it was."""
+        gone = {id(one.value) for one in nodes if id(one.value) in self._known and not self.known(one.value)}
+        if not gone:
+            return
+        known = dict(self._known)
+        for one in nodes:
+            inside = {id(child) for _, child in kinds.children(one.value, one.kind)}
+            if (met := self.known(one.value)) is not None and inside & gone:
+                known[id(one.value)] = met._replace(content=met.content.but(gone))
+        self._known = known
 
     def keep_constants(self, digests: dict[int, str]) -> None:
         """Note digests of what has not changed, known from earlier looks, and the values of small ones."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
+
+import torch
 
 from ..objects import slots, walks
 from ..objects.kinds import Step
@@ -31,6 +33,8 @@ class ScriptPart(Part):
     def __init__(self) -> None:
         super().__init__("script", None, "rank")
         self._parts: Parts | None = None
+        self._shared: Sequence[Sequence[str]] = ()
+        """The tensors of optimizers that were one, by their names, in the checkpoint."""
         self.variables = Variables(self._owned, self._loaders)
 
     def bind(self, parts: Parts) -> None:
@@ -54,7 +58,35 @@ class ScriptPart(Part):
 
     def collect(self) -> dict[str, Any]:
         """Return what has changed since the loop began."""
-        return {self.stem: self.variables.look()}
+        return {self.stem: {**self.variables.look(), "shared": [*self._found_shared()]}}
+
+    def _states(self) -> Iterator[tuple[str, dict[str, Any], str]]:
+        optimizers = self._parts.optimizers if self._parts else ()
+        for part in optimizers:
+            for name, parameter in part.parameters().items():
+                state = part.live.state.get(parameter, {})
+                yield from (
+                    (f"{part.name}.state[{name}][{key!r}]", state, key)
+                    for key, one in state.items()
+                    if isinstance(one, torch.Tensor)
+                )
+
+    def _found_shared(self) -> Iterator[list[str]]:
+        first: dict[int, str] = {}
+        for name, state, key in self._states():
+            if (other := first.setdefault(id(state[key]), name)) != name:
+                yield [other, name]
+
+    def share(self) -> None:
+        """Let optimizers share the tensors that they shared as the checkpoint was made."""
+        if not self._shared:
+            return
+        there = {name: (state, key) for name, state, key in self._states()}
+        for first, second in self._shared:
+            if first in there and second in there:
+                (state, key), (other, name) = there[first], there[second]
+                if state[key].shape == other[name].shape:
+                    other[name] = state[key]
 
     def outgrown(self) -> Iterator[str]:
         """Yield what the last look could not store."""
@@ -71,7 +103,9 @@ class ScriptPart(Part):
 
     def restore(self, saved: Saved, unfit: AbstractSet[str], code_wins: AbstractSet[str]) -> None:
         """Let the next heads of the loops put the variables back."""
-        self.variables.load(saved.copy(self.stem, same_device))
+        tree = saved.copy(self.stem, same_device)
+        self._shared = tree.get("shared", ())
+        self.variables.load(tree)
 
 
 def _owned_by(parts: Parts) -> Iterator[tuple[str, Any]]:

@@ -42,6 +42,12 @@ def _live(of: type) -> str | None:
     return "an iterator" if is_iterator else None
 
 
+def begun(value: Any) -> str | None:
+    """Return what an object is if it gives items that are gone then: an iterator, or a generator."""
+    found = live(value)
+    return found if found in ("an iterator", "a generator") else None
+
+
 def inside(value: Any) -> str | None:
     """Return what of this kind an object of the script holds as one of its attributes."""
     if kinds.kind_of(value) != "object":

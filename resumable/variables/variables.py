@@ -48,6 +48,8 @@ class _Base(NamedTuple):
     heads: frozenset[int]
     """Where the loops are, as offsets in the code of the frame."""
     code: CodeType | None
+    is_late: bool
+    """Whether there were other namespaces as the loops began, and this one was not."""
 
     def is_of(self, running: _Running, *, is_innermost: bool) -> bool:
         """Whether it is of this frame: one that is at the same head again, and not in a loop, is another."""
@@ -102,7 +104,7 @@ class Variables:
 
     @no_garbage_collection()
     def _begin(self, stack: list[FrameType]) -> None:
-        owned, running = self._owned(), [*self._running(stack)]
+        owned, running, is_first = self._owned(), [*self._running(stack)], not self._bases
         here = {one.namespace.key for one in running}
         # A function that is not running any more has ended, unless it is a generator.
         for key, one in [*self._bases.items()]:
@@ -130,7 +132,7 @@ class Variables:
             # One that is known by the address of another that is gone is new.
             new = (one for one in nodes if not ((was := known.get(id(one.value))) and was.is_of(one.value)))
             met = walks.met([one for one in new if not owned.name(one.value)], look.content_of)
-            self._bases[key] = _Base(it.identity, marks[key], met, heads, it.code)
+            self._bases[key] = _Base(it.identity, marks[key], met, heads, it.code, not is_first)
             # An object that is new may have the identity of one that is gone.
             self._digests.clear()
             known |= met
@@ -141,7 +143,7 @@ class Variables:
         if not self._bases:
             return {"namespaces": [], "entries": []}
         look, rows = Look(self._owned(), self._known()), []
-        running = self._running(frames.own_frames(sys._getframe(1)))
+        running = [*self._running(frames.own_frames(sys._getframe(1)))]
         found = [
             one.namespace
             for one in running
@@ -156,10 +158,28 @@ class Variables:
                 if self._is_stored(namespace, base, name, one, look)
             )
             rows.append([namespace.key, look.bound(changed, self._remade(namespace))])
+            look.lost += self._begun_before(namespace, base)
+        look.lost += self._imported(running)
         look.keep_constants(self._digests)
         self.lost = look.lost
         passes = {name: entries for name, one in self._passes.items() if (entries := one.changed(look))}
         return {"namespaces": rows, "entries": look.entries, "passes": passes}
+
+    def _begun_before(self, namespace: Namespace, base: _Base) -> Iterator[tuple[str, str]]:
+        """Yield the iterators that were there before the loop, and may be asked in it."""
+        for name, one in namespace.variables.items():
+            may_be_read = namespace.may_be_read is None or name in namespace.may_be_read
+            if may_be_read and base.marks.get(name) == mark(one) and (what := signs.begun(one)):
+                yield name, f"{what} that was made before the loop"
+
+    def _imported(self, running: Iterable[_Running]) -> Iterator[tuple[str, str]]:
+        """Yield the modules of the script that the loop has imported, if they keep what functions assign."""
+        for it in running:
+            base = self._bases.get(it.namespace.key)
+            is_imported = (base is None or base.is_late) and it.namespace.key.startswith("module:")
+            if is_imported and it.namespace.may_be_bound:
+                names = ", ".join(sorted(it.namespace.may_be_bound))
+                yield it.namespace.key.partition(":")[2], f"the loop has imported it, and it keeps {names}"
 
     def _remade(self, namespace: Namespace) -> set[str]:
         """Return the variables that lines between two heads have bound: they run again at a resume."""

@@ -26,7 +26,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDat
 
 from resumable import RunState, Unsupported
 from resumable.loaders.workers import forkserver
-from resumable.loaders.workers.order import Generators, Order
+from resumable.loaders.workers.order import Drawn, Generators, Order
 from resumable.loaders.workers.shelter import sheltered
 from resumable.loaders.workers.torch_iterators import (
     ATTRIBUTES,
@@ -62,7 +62,7 @@ class Log:
 
 
 def opened(loader: DataLoader[Any]) -> Workers:
-    order = Order(loader, Generators(loader, {}))
+    order = Order(loader, Generators(loader, {}), Drawn())
     worker = Worker(loader, None, {}, {}, is_seeded=False)
     return Workers(stand_in(loader, loader.dataset, order, worker), order, 0, Log())
 

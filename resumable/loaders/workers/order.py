@@ -69,6 +69,17 @@ class Generators:
         draws_between.write(self.root(), draws)
 
 
+class Drawn:
+    """What waits until an order is drawn, and what is done is skipped: no sample is loaded before."""
+
+    then: Callable[[], object] | None = None
+
+    def __call__(self) -> None:
+        then, self.then = self.then, None
+        if then is not None:
+            then()
+
+
 class Pulled(NamedTuple):
     """One batch of indices, as the sampler gave it."""
 
@@ -105,7 +116,7 @@ class _Indices:
             self._start = None
             ahead, self._inner = start()
             self._ahead.extend(ahead)
-            self._order.was_drawn()
+            self._order.drawn()
 
     def __next__(self) -> Any:
         if self._start is not None:
@@ -132,12 +143,11 @@ class Order:
         self,
         loader: DataLoader[Any],
         generators: Generators,
-        was_drawn: Callable[[], None],
+        drawn: Drawn,
         keeps_draws: bool = False,
     ) -> None:
-        """`was_drawn`: called when the order is drawn, before a sample of it is loaded."""
         self._loader = loader
-        self.was_drawn = was_drawn
+        self.drawn = drawn
         self._keeps_draws = keeps_draws
         self._is_batched = loader.batch_sampler is not None
         self._batch_size = loader.batch_size or 0
