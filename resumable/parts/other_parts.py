@@ -262,12 +262,17 @@ class PositionPart(Part):
 
 
 class LoaderPart(PositionPart):
-    """The position in one loader. `is_saved` returns whether an object is saved with the training."""
+    """The position in one loader."""
 
-    def __init__(self, name: str, live: LoaderPosition, is_saved: Callable[[Any], bool]) -> None:
+    def __init__(
+        self, name: str, live: LoaderPosition, is_saved: Callable[[Any], bool], *, are_restored: bool
+    ) -> None:
+        """`is_saved`: whether an object is saved with the training; `are_restored`: whether those behind the
+        loader are, with the script's variables.
+        """
         super().__init__(name, live, "rank")
         self.built = live.source.settings()
-        self._is_saved = is_saved
+        self._is_saved, self._are_restored = is_saved, are_restored
 
     def collect(self) -> dict[str, Any]:
         """Return the position; a collection has read the generators before, since other parts may draw."""
@@ -303,7 +308,9 @@ class LoaderPart(PositionPart):
         """Yield how its data has changed since the script passed it."""
         source, is_under_way = self.live.source, self.live.is_under_way()
         if isinstance(source, LoaderSource):
-            text = source.outgrown(self._is_saved, self._is_needed, is_under_way=is_under_way)
+            text = source.outgrown(
+                self._is_saved, self._is_needed, is_under_way=is_under_way, are_restored=self._are_restored
+            )
             yield from [f"{self.name}: {text}"] if text else []
 
     def _is_needed(self, attribute: str) -> bool:

@@ -66,7 +66,10 @@ class Parts:
         self.all: Sequence[Part] = [
             *early,
             PositionPart("position", position, "rank"),  # before the generators: making an iterator draws
-            *(LoaderPart(name, loader, self.aliases.holds) for name, loader in position.loaders.items()),
+            *(
+                LoaderPart(name, loader, self.aliases.holds, are_restored=bool(script))
+                for name, loader in position.loaders.items()
+            ),
             RandomPart("random", self._mesh),  # last: any of the above may have drawn
         ]
         self.optimizers = [part for part in self.all if isinstance(part, OptimizerPart)]

@@ -171,8 +171,7 @@ def _data(put: Putting, live: Any, rows: Any) -> None:
     """Fill an object of a library with numbers: no text, no code, no object."""
     new, there = {name: put.value(stored) for name, stored in rows}, slots.attributes(live)
     for name, one in new.items():
-        is_there = name in there and libraries.may_follow(type(there[name]), type(one))
-        if not is_there or not libraries.is_data(one):
+        if not libraries.takes(type(live), name, type(there[name]) if name in there else None, one):
             raise Hole(f"{name} of a {type(live).__name__} takes no {type(one).__name__}")
     members, held = dict(slots.members(type(live))), slots.dictionary(live)
     for name, one in new.items():

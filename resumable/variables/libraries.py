@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections import deque
 from collections.abc import Iterable
 from typing import Any
@@ -23,12 +24,11 @@ from .owned import Owned
 _MOST = 2_000
 """How many objects are looked at to see whether one leads to what no checkpoint can have."""
 _CLOSED = (
-    "torch.utils.data.dataset",
-    "torch.utils.data.dataloader",
-    "torch.utils.data._",
-    __name__.partition(".")[0],
+    *("torch.utils.data.dataset.", "torch.utils.data.dataloader.", "torch.utils.data._"),
+    *("tqdm.", "rich.", "matplotlib.", f"{__name__.partition('.')[0]}."),
 )
-"""Packages whose objects are left alone: data belong to their loaders, and what is ours is no variable."""
+"""Packages whose objects are left alone: data belong to their loaders, what shows the training is made again
+by the script, and what is ours is no variable."""
 _NOT_ENTERED = {"class", "function", "module", "method", "partial"}
 _NUMBERS = (bool, int, float, complex, np.generic)
 
@@ -39,15 +39,20 @@ class Libraries:
     def __init__(self, owned: Owned) -> None:
         self._owned = owned
         self._found: dict[int, tuple[Any, bool]] = {}
+        self._with_processes: set[int] = set()
 
     def is_open(self, value: Any) -> bool:
         """Whether an object of a library is looked into."""
         if id(value) not in self._found:
             seen = self._reached(value)
             # What an open object leads to is open too: each object is looked at once.
-            known = seen.values() if seen is not None else (value,)
+            known = (value, *(seen or {}).values())
             self._found |= {id(one): (one, seen is not None) for one in known}
         return self._found[id(value)][1]
+
+    def has_processes(self, value: Any) -> bool:
+        """Whether an object of an installed package works in processes of its own."""
+        return not self.is_open(value) and id(value) in self._with_processes
 
     def _reached(self, root: Any) -> dict[int, Any] | None:
         """Return all that an object leads to; None if that is too much, or cannot be in a checkpoint."""
@@ -58,9 +63,14 @@ class Libraries:
             kind = kinds.kind_of(value)
             if id(value) in seen or kind in _NOT_ENTERED or self._owned.name(value) is not None:
                 continue
-            if not self._found.get(id(value), (None, True))[1] or signs.live(value) is not None:
+            if not self._found.get(id(value), (None, True))[1]:
                 return None
-            if own.module_of(type(value)).startswith(_CLOSED) or len(seen) >= _MOST:
+            if (found := signs.live(value)) is not None:
+                is_installed = own.module_of(type(root)).partition(".")[0] not in sys.stdlib_module_names
+                if found == "a process" and is_installed:
+                    self._with_processes.add(id(root))
+                return None
+            if f"{own.module_of(type(value))}.".startswith(_CLOSED) or len(seen) >= _MOST:
                 return None
             seen[id(value)] = value
             waiting.extend(child for _, child in kinds.children(value, kind))
@@ -101,10 +111,19 @@ FILLED = {"list", "dict", "set", "array", "tensor", "generator", "buffer", "libr
 """The kinds that are filled in objects of libraries."""
 
 
-def may_follow(before: type, now: type) -> bool:
-    """Whether a value of one class may take the place of one of another in an object of a library."""
-    numbers = (int, float)
-    return before is now or type(None) in (before, now) or (before in numbers and now in numbers)
+def takes(of: type, name: str, before: type | None, value: Any) -> bool:
+    """Whether an attribute of an object of a library may become a value; None: it has none of that name."""
+    if not is_data(value):
+        return False
+    if before is None:
+        # No method, no property, nothing that Python looks for.
+        return name.isidentifier() and name[:2] != "__" and not any(name in vars(one) for one in of.__mro__)
+    now = type(value)
+    return before is now or type(None) in (before, now) or (_is_number(before) and _is_number(now))
+
+
+def _is_number(of: type) -> bool:
+    return issubclass(of, (int, float, np.number)) and of is not bool
 
 
 def has_state(value: Any, kind: Kind) -> bool:

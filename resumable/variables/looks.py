@@ -85,6 +85,8 @@ class Look:
         found, nodes = [], [*walks.walk(roots, self.is_leaf)]
         self._forget_gone(nodes)
         for node in nodes:
+            if node.kind == "library" and self._libraries.has_processes(node.value):
+                self.lost.append((str(node), "it works in processes of its own"))
             if node.kind in _NEVER_CHANGED or not self.known(node.value):
                 continue
             if self.is_unchanged(node.value):
@@ -409,7 +411,7 @@ def _of_library(look: Look, value: Any, before: Content | None, where: str) -> E
         was: Any = old.get(mark(name))
         if was == mark(one):
             continue
-        if was is not None and libraries.may_follow(was[0], type(one)) and libraries.is_data(one):
+        if libraries.takes(type(value), name, was and was[0], one):
             rows.append([name, look.value(one, f"{where}.{name}")])
         else:
             look.lost.append((f"{where}.{name}", f"a {type(one).__name__} in an object of a library"))

@@ -18,7 +18,8 @@ _LIVE: tuple[tuple[str, tuple[type, ...]], ...] = (
     ("an open file", (io.IOBase,)),
     ("a socket", (socket.socket,)),
     ("a thread", (threading.Thread,)),
-    ("a process", (multiprocessing.process.BaseProcess, subprocess.Popen)),
+    ("a process", (multiprocessing.process.BaseProcess,)),
+    ("a command that runs", (subprocess.Popen,)),
     ("a lock", (type(threading.Lock()), type(threading.RLock()), threading.Condition, threading.Event)),
     ("a generator", (GeneratorType, CoroutineType, AsyncGeneratorType)),
 )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -157,10 +158,14 @@ class Counters:
         return new
 
     def _look(self, *, has_orders: bool = False) -> list[tuple[_Object, _Values]]:
-        """Read all numbers, and orders if wanted; return each known object with its earlier attributes."""
+        """Read all numbers; return each known object with its earlier attributes.
+
+        Read orders too if wanted, and where no epoch is run again what grows, or keeps the last few.
+        """
+        read = _order if has_orders else _nothing if self._is_run_again else _memory
         seen, pairs = {}, []
         for owner in _samplers(self._root) if self._is_sampler else _objects(self._root):
-            one, now = self._seen.get(id(owner)), _values(owner, has_orders=has_orders)
+            one, now = self._seen.get(id(owner)), _values(owner, read)
             if one is not None and one.owner() is owner:
                 pairs.append((one, one.now))
                 one.now = now
@@ -210,15 +215,21 @@ class LoaderCounters:
             self._found.setdefault(counter.name, counter)
 
     def new(
-        self, sampler: Counters, keeps: Callable[[Any], bool], is_needed: Callable[[str], bool]
+        self,
+        sampler: Counters,
+        keeps: Callable[[Any], bool],
+        is_needed: Callable[[str], bool],
+        restored: Collection[str],
     ) -> str | None:
         """Return a warning of the counters that were found since the last call.
 
-        `is_needed`: whether something may depend on an attribute of this name.
+        `is_needed`: whether something may depend on an attribute of this name; `restored`: the roles of
+        objects that something else restores.
         """
         self.note(one for counters in self._here for one in counters.new())
         self.note(sampler.new(keeps))
         new = [counter for name, counter in self._found.items() if name not in self._reported]
+        new = [counter for counter in new if counter.role not in restored]
         self._reported.update(self._found)
         return " ".join(str(one) for one in new if is_needed(one.name.rpartition(".")[2])) or None
 
@@ -250,19 +261,30 @@ def _has_state(value: object) -> bool:
     return hasattr(type(value), "state_dict") and hasattr(type(value), "load_state_dict")
 
 
-def _values(owner: object, *, has_orders: bool) -> _Values:
-    """Return the attributes that are numbers or, if wanted, orders."""
+def _values(owner: object, read: Callable[[object], _Order | None]) -> _Values:
+    """Return the attributes that are numbers, and what `read` has of the others."""
     found: dict[str, _Value] = {}
     # A class may have the initial values of its objects.
     for name, value in [*vars(type(owner)).items(), *getattr(owner, "__dict__", {}).items()]:
         number = value.item() if isinstance(value, np.generic) else value
         if type(number) in _NUMBERS and number == number:
             found[name] = number
-        elif has_orders and (order := _order(value)):
+        elif name[:2] != "__" and (order := read(value)) is not None:
             found[name] = order
         else:
             found.pop(name, None)
     return found
+
+
+def _nothing(value: object) -> None:
+    return None
+
+
+def _memory(value: object) -> _Order | None:
+    # A list of one length may be a cache that is filled.
+    if isinstance(value, list):
+        return _Order(id(value), len(value), 0)
+    return _Order(id(value), len(value), hash(tuple(map(id, value)))) if isinstance(value, deque) else None
 
 
 def _order(value: object) -> _Order | None:
