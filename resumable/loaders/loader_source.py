@@ -27,6 +27,8 @@ from .workers.worker import Worker
 class LoaderSource(EpochReader):
     """The batches of a DataLoader of torch."""
 
+    draws_late = True
+
     def __init__(
         self,
         loader: DataLoader[Any],
@@ -61,10 +63,6 @@ class LoaderSource(EpochReader):
             # The order of its sampler is another than that of torch's.
             found["kind"] = type(self.loader).__name__
         return {**loader_changes.settings(self.loader), **found}
-
-    @property
-    def draws_late(self) -> bool:  # type: ignore[override]
-        return self._stream is None and not self.loader.num_workers
 
     def root(self) -> object:
         return self._generators.at_loader()

@@ -147,6 +147,124 @@ def test_what_the_lines_between_the_heads_change_is_put_back_again(forks: Forks,
     assert noted(forks, BETWEEN, tmp_path / "stopped", [2, 1, 1]) == (expected, "")
 
 
+BEHIND = """
+import random, torch
+from collections import deque
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subset
+import carrying
+random.seed(1), torch.manual_seed(1)
+data = torch.arange(24.0).reshape(12, 2)
+
+class Images(Dataset):
+    def __init__(self):
+        self.level, self.seen, self.mean = 1.0, deque(maxlen=3), torch.zeros(2)
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        if not WORKERS:
+            self.seen.append(index)
+            self.mean = 0.9 * self.mean + data[index]
+        return data[index] * self.level + self.mean + sum(self.seen)
+
+class Numbers(IterableDataset):
+    passes, last = 0, 0.0
+
+    def __iter__(self):
+        self.passes += 1
+        for number in range(12):
+            self.last = 0.5 * self.last + number
+            yield self.last / self.passes
+
+class Hard(Sampler):
+    def __init__(self):
+        self.weights, self.passes = torch.ones(12), 0
+
+    def __len__(self):
+        return 12
+
+    def __iter__(self):
+        self.passes += 1
+        yield from torch.multinomial(self.weights, 12, replacement=True).tolist()[self.passes:]
+
+class Scaled:
+    factor = 0.5
+
+    def __call__(self, samples):
+        return torch.stack(samples) * self.factor
+
+images, hard, scaled = Images(), Hard(), Scaled()
+carrying.loader = LOADER
+for epoch in epochs(3):
+    images.level *= 0.9
+    for batch in batches():
+        note(batch.tolist())
+        CHANGE
+"""
+LOADERS = {
+    "the dataset": ("DataLoader(images, 4, shuffle=True)", 0, "images.level += 1"),
+    "the dataset in a subset": ("DataLoader(Subset(images, range(9)), 3)", 0, "images.level += 1"),
+    "the dataset of workers": ("DataLoader(images, 4, num_workers=1)", 1, "images.level += 1"),
+    "the sampler": ("DataLoader(images, 4, sampler=hard)", 1, "hard.weights[batch.sum().int() % 12] += 5"),
+    "collate_fn": ("DataLoader(images, 4, collate_fn=scaled)", 0, "scaled.factor *= 0.9"),
+    "a stream": ("DataLoader(Numbers(), 4)", 0, "pass"),
+}
+
+
+@pytest.mark.parametrize("name", LOADERS)
+@pytest.mark.quick(3)
+def test_what_the_loop_changes_behind_a_loader_comes_back(name: str, forks: Forks, tmp_path: Path) -> None:
+    loader, workers, change = LOADERS[name]
+    filled = BEHIND.replace("LOADER", loader).replace("WORKERS", str(workers)).replace("CHANGE", change)
+    expected, _ = noted(forks, filled, tmp_path / "plain")
+
+    for number, stops in enumerate(([2, 1], [3, 1], [4, 3], [6, 2, 2])):
+        assert (stops, *noted(forks, filled, tmp_path / str(number), stops)) == (stops, expected, "")
+
+
+def test_iterators_and_modules_that_a_loop_uses_up_are_named(forks: Forks, tmp_path: Path) -> None:
+    source = """
+import itertools, pathlib
+pathlib.Path('counting.py').write_text('count = 0\\ndef more():\\n    global count\\n    count += 1')
+colors, unused = itertools.cycle('rgb'), iter('abc')
+for epoch in epochs(2):
+    for batch in batches():
+        import counting
+        counting.more()
+        note(next(colors), counting.count)
+"""
+    _, problems = noted(forks, source, tmp_path / "stopped", [2])
+
+    assert "colors: an iterator that was made before the loop" in problems
+    assert "counting: the loop has imported it, and it keeps count" in problems
+    assert "unused" not in problems
+
+
+def test_optimizers_share_again_what_they_shared(forks: Forks, tmp_path: Path) -> None:
+    source = """
+import carrying, torch
+models = {name: torch.nn.Linear(1, 1, bias=False) for name in 'ab'}
+for name, model in models.items():
+    torch.nn.init.constant_(model.weight, ord(name))
+optimizers = {name: torch.optim.Adam(model.parameters(), 0.1) for name, model in models.items()}
+carrying.parts = {'model': models, 'optimizer': optimizers}
+for epoch in epochs(3):
+    for batch in batches():
+        for name, model in models.items():
+            optimizers[name].zero_grad()
+            model(torch.ones(1)).square().sum().backward()
+            optimizers[name].step()
+        note(*(float(model.weight) for model in models.values()))
+    if epoch == 0:
+        optimizers['b'].load_state_dict(optimizers['a'].state_dict())
+"""
+    expected, _ = noted(forks, source, tmp_path / "plain")
+
+    for stops in ([4, 1], [6, 2], [9, 1]):
+        assert noted(forks, source, tmp_path / str(stops), stops)[0] == expected
+
+
 def names(variables: dict[str, Any], may_be_bound: Collection[str] = ()) -> Namespace:
     """Return the variables of a module that does not run."""
     return Namespace("module:train", variables, None, frozenset(may_be_bound), variables.update)
@@ -259,11 +377,13 @@ LIBRARY = """
 class Env:
     def __init__(self):
         import numpy as np
-        self.dice, self.state, self.steps = np.random.default_rng(3), None, 0
+        self.dice, self.state, self.steps, self.place = np.random.default_rng(3), None, 0, np.zeros(2)
         self.seen, self.name, self.inner, self.stats = [], "env", Inner(), {"mean": 0.0}
 
     def step(self, x):
         self.steps += 1
+        # Every other one is where the first one was.
+        self.place = self.place + x
         self.state = (self.dice.random() + x, [self.steps])
         self.seen.append(self.state[0])
         self.stats["mean"] += x
@@ -281,7 +401,7 @@ from library import Env
 env, wrapped = Env(), {'env': Env()}
 for epoch in epochs(2):
     for batch in batches():
-        note(env.step(batch), wrapped['env'].step(1), env.seen, env.stats, env.inner.count)
+        note(env.step(batch), wrapped['env'].step(1), env.seen, env.stats, env.inner.count, env.place)
 """
 
 
