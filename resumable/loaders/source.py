@@ -14,7 +14,7 @@ import torch
 from .generators import rng, search
 from .prepared import Prepared
 from .workers.datasets import EpochTooShort
-from .workers.order import Drawn
+from .workers.drawn import Drawn
 
 _END = object()
 

@@ -6,6 +6,8 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
+from functools import partial
+from itertools import starmap
 from operator import attrgetter
 from typing import Any
 
@@ -63,22 +65,19 @@ class Parts:
             *script,
         ]
         self.aliases = Aliases(early)
+        place = partial(LoaderPart, is_saved=self.aliases.holds, are_restored=bool(script))
         self.all: Sequence[Part] = [
             *early,
             PositionPart("position", position, "rank"),  # before the generators: making an iterator draws
-            *(
-                LoaderPart(name, loader, self.aliases.holds, are_restored=bool(script))
-                for name, loader in position.loaders.items()
-            ),
+            *starmap(place, position.loaders.items()),
             RandomPart("random", self._mesh),  # last: any of the above may have drawn
         ]
         self.optimizers = [part for part in self.all if isinstance(part, OptimizerPart)]
         inner = [one for one in self.optimizers if any(other.steps_by(one.live) for other in self.optimizers)]
-        self.found: AbstractSet[str] = (
-            {part.name for part in inner}
-            | ({"scaler"} if found is not None else set())
-            | {part.name for part in script}
-        )
+        self.found: AbstractSet[str] = {
+            *(part.name for part in (*inner, *script)),
+            *(["scaler"] if found is not None else []),
+        }
         """The parts that were found in those given: they may be missing from a checkpoint."""
         trained_by = [one for one in self.optimizers if one.stem == "optimizer"]
         others = [part.live for part in made["extra"] if not isinstance(part, OptimizerPart)]

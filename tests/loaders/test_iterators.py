@@ -26,7 +26,8 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDat
 
 from resumable import RunState, Unsupported
 from resumable.loaders.workers import forkserver
-from resumable.loaders.workers.order import Drawn, Generators, Order
+from resumable.loaders.workers.drawn import Drawn
+from resumable.loaders.workers.order import Generators, Order
 from resumable.loaders.workers.shelter import sheltered
 from resumable.loaders.workers.torch_iterators import (
     ATTRIBUTES,

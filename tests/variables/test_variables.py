@@ -443,6 +443,9 @@ class Foreign:
     def __init__(self) -> None:
         self.count, self.name, self.call, self.kept = 1, "ls", print, {"a": 1.0}
 
+    def step(self) -> None:
+        """Be called by the script."""
+
 
 @pytest.mark.parametrize(
     ("name", "value"),
@@ -450,7 +453,7 @@ class Foreign:
         ("name", "rm"),
         ("call", "rm"),
         ("count", "rm"),
-        ("other", 3),
+        ("step", 3),
         ("kept", {"a": "rm"}),
     ],
 )

@@ -9,6 +9,7 @@ loaders.
 
 __all__ = [
     "datasets",
+    "drawn",
     "hugging_face",
     "object_counters",
     "order",

@@ -28,6 +28,7 @@ from ..generators import draws_between, rng, search, worker_rng
 from ..generators.worker_rng import States
 from . import resharding
 from .datasets import EpochTooShort
+from .drawn import Drawn
 from .object_counters import Counters
 from .states import is_stateful
 from .torchdata import counts_its_samples
@@ -67,17 +68,6 @@ class Generators:
     def write(self, draws: Mapping[str, Any]) -> None:
         """Put all into these states."""
         draws_between.write(self.root(), draws)
-
-
-class Drawn:
-    """What waits until an order is drawn, and what is done is skipped: no sample is loaded before."""
-
-    then: Callable[[], object] | None = None
-
-    def __call__(self) -> None:
-        then, self.then = self.then, None
-        if then is not None:
-            then()
 
 
 class Pulled(NamedTuple):
