@@ -251,23 +251,28 @@ class Variables:
 
     def _running(self, stack: list[FrameType]) -> Iterator[_Running]:
         """Yield each namespace of the running frames, and of the modules."""
-        for number, one in enumerate(stack):
-            if frames.is_function(one):
-                key = f"frame:{number}:{frames.name_of(one)}"
-                yield _Running(
-                    _of_frame(key, one, self._heads_in(key, one)), id(one), one.f_lasti, one.f_code, number
-                )
         tops = {id(one.f_globals): one for one in stack if not frames.is_function(one)}
-        for name, module in _modules(stack):
-            key, top = f"module:{name}", tops.get(id(module))
-            of_module = _of_module(key, module, top, self._heads_in(key, top), stack)
+        modules = [(f"module:{name}", module) for name, module in _modules(stack)]
+        functions = [
+            (f"frame:{number}:{frames.name_of(one)}", number, one)
+            for number, one in enumerate(stack)
+            if frames.is_function(one)
+        ]
+        keys = [key for key, module in modules if id(module) in tops] + [key for key, _, _ in functions]
+        inner = next((key for key in reversed(keys) if self._heads_in(key)), "")
+        for key, number, one in functions:
+            live = _live(one, self._heads_in(key), is_inner=key == inner)
+            yield _Running(_of_frame(key, one, live), id(one), one.f_lasti, one.f_code, number)
+        for key, module in modules:
+            top = tops.get(id(module))
+            live_at_top = _live(top, self._heads_in(key), is_inner=key == inner) if top else None
+            of_module = _of_module(key, module, top, live_at_top, stack)
             yield _Running(of_module, id(module), top and top.f_lasti, None)
         for loader, objects in self._loaders().items():
             yield _Running(_of_objects(f"loader:{loader}", objects), 0, None, None)
 
-    def _heads_in(self, key: str, frame: FrameType | None) -> frozenset[int]:
-        heads = self._bases[key].heads if key in self._bases else frozenset[int]()
-        return heads | ({frame.f_lasti} if frame else set())
+    def _heads_in(self, key: str) -> frozenset[int]:
+        return self._bases[key].heads if key in self._bases else frozenset()
 
 
 def _insides(namespaces: Iterable[Namespace]) -> dict[int, Content]:
@@ -276,11 +281,18 @@ def _insides(namespaces: Iterable[Namespace]) -> dict[int, Content]:
     return {id(value): content(value) for value in values if signs.inside(value)}
 
 
-def _of_frame(key: str, frame: FrameType, heads: frozenset[int]) -> Namespace:
+def _live(frame: FrameType, heads: frozenset[int], *, is_inner: bool) -> frozenset[str]:
+    """Return the variables that a resume may read: it begins at the head of the inner loop.
+
+    The functions around that loop go on where they have called it.
+    """
+    here = bytecode.live_before(frame.f_code)
+    at_heads = frozenset[str]().union(*(here.get(at, ()) for at in heads))
+    return at_heads if is_inner else at_heads | bytecode.live_after(frame.f_code, frame.f_lasti)
+
+
+def _of_frame(key: str, frame: FrameType, live: frozenset[str]) -> Namespace:
     code = frame.f_code
-    live = bytecode.live_after(code, frame.f_lasti).union(
-        *(bytecode.live_before(code).get(at, ()) for at in heads)
-    )
     inner = {*code.co_cellvars, *code.co_freevars, *frames.code_names(frame)}
     may_bind = bytecode.assigned_in_loops(code)
     return Namespace(
@@ -289,18 +301,21 @@ def _of_frame(key: str, frame: FrameType, heads: frozenset[int]) -> Namespace:
 
 
 def _of_module(
-    key: str, held: dict[str, Any], top: FrameType | None, heads: frozenset[int], stack: list[FrameType]
+    key: str,
+    held: dict[str, Any],
+    top: FrameType | None,
+    live: frozenset[str] | None,
+    stack: list[FrameType],
 ) -> Namespace:
     codes = {*_codes_in(held), *(one.f_code for one in stack if one.f_globals is held)}
     may_bind = frozenset().union(
         *map(bytecode.assigned_globals, codes), *map(bytecode.assigned_inside, codes)
     )
-    live = None
     if top is not None:
         may_bind |= bytecode.assigned_in_loops(top.f_code)
-        here = bytecode.live_before(top.f_code)
-        live = bytecode.live_after(top.f_code, top.f_lasti).union(*(here.get(at, ()) for at in heads))
-        live |= frozenset(frames.code_names(top)).union(*(code.co_names for code in codes - {top.f_code}))
+        live = (live or frozenset()) | frozenset(frames.code_names(top)).union(
+            *(code.co_names for code in codes - {top.f_code})
+        )
     return Namespace(key, _kept(dict(held)), live, may_bind, held.update)
 
 
