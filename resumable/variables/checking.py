@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -93,6 +94,10 @@ class _Check:
             any(one <= held.keys() for one in (_NEEDED.get(kind, set()), *_INSTEAD)),
             f"a {kind} lacks content",
         )
+        if "shape" in held:
+            _need(math.prod(held["shape"]) == len(held.get("items", ())), "a shape")
+        if held.get("typecode"):
+            _need(len(held["bytes"]) % array.array(held["typecode"]).itemsize == 0, "bytes")
 
     def _value(self, stored: Any, inside: list[int], depth: int = 0) -> None:
         """Check a value: an atom, a tuple of such, or the number of an entry."""

@@ -633,6 +633,8 @@ HOSTILE = [
     [
         {"kind": "list", "items": [], "maxlen": -1},
         {"kind": "buffer", "bytes": b"", "typecode": "bB"},
+        {"kind": "buffer", "bytes": b"abc", "typecode": "d"},
+        {"kind": "array", "items": [1, 2], "shape": [1 << 60]},
     ],
 )
 def test_what_could_not_be_made_is_refused_before_anything_is(entry: dict[str, Any]) -> None:
