@@ -98,6 +98,17 @@ def fill(put: Putting, live: Any, entry: Entry) -> None:
         one for name, one in values.items() if name not in ("optimizer", "lr_lambdas", "_schedulers")
     )
     vars(live).update(values)
+    _let_steps_be_counted(optimizer)
+
+
+def _let_steps_be_counted(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer tell its schedulers of its steps, as it does once it has had one."""
+    if not hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+        before = [dict(group) for group in optimizer.param_groups]
+        lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+        for group, then in zip(optimizer.param_groups, before, strict=True):
+            group.clear()
+            group.update(then)
 
 
 def _check(held: Any, of: type) -> None:

@@ -130,7 +130,8 @@ def _covered_by(parts: Parts) -> Iterator[tuple[Any, Collection[str]]]:
     for part in parts.all:
         if isinstance(part, (OptimizerPart, StatefulPart)):
             saved = _GROUPS if isinstance(part, OptimizerPart) else part.collect()[part.stem]
-            own = {name for name in slots.attributes(part.live) if name.startswith("_")}
+            # A scheduler counts the steps of its optimizer by a method that it puts there.
+            own = {name for name in slots.attributes(part.live) if name.startswith("_")} | {"step"}
             yield part.live, own.union(saved if isinstance(saved, (dict, tuple)) else ())
 
 

@@ -68,7 +68,45 @@ def script(text: str) -> str:
     return f"{head}\n{body.replace('END', end).replace('START', start)}"
 
 
-ALL = dict(one.split("\n", 1) for one in (DATA / "carrying.txt").read_text().strip().split("\n## ")[1:])
+TRAINING = """
+import copy, torch
+from torch import nn
+import carrying
+torch.manual_seed(1)
+model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+BEFORE
+carrying.parts |= {'model': model, 'optimizer': optimizer}
+carrying.loader = torch.utils.data.DataLoader(torch.randn(9, 4), 3, shuffle=True)
+def fit(x, scale=1.0, by=None):
+    by = by or optimizer
+    loss = scale * (model(x) - 1).square().mean()
+    by.zero_grad()
+    loss.backward()
+    by.step()
+    return loss.item()
+for epoch in epochs(3):
+    START
+    for x in batches():
+        CHANGE
+        note(loss, *(p.double().sum().item() for p in model.parameters()))
+    END
+"""
+
+
+def training(text: str) -> str:
+    """Return the training that a section describes."""
+    before, change, end, start = [*text.split("\n-- "), "pass", "pass"][:4]
+    filled = TRAINING.replace("BEFORE", before).replace("CHANGE", change.replace("\n", "\n        "))
+    return filled.replace("END", end).replace("START", start)
+
+
+def sections(name: str) -> dict[str, str]:
+    """Return the sections of a file by their names."""
+    return dict(one.split("\n", 1) for one in (DATA / name).read_text().strip().split("\n## ")[1:])
+
+
+ALL, TRAININGS = sections("carrying.txt"), sections("training.txt")
 
 
 def variants(source: str) -> dict[str, str]:
@@ -101,6 +139,20 @@ def test_what_a_loop_changes_in_variables_comes_back(
     for number, stops in enumerate(([2, 2], [3, 1], [4, 1, 3], [dice.randrange(1, 9), dice.randrange(1, 3)])):
         found = noted(forks, source, tmp_path / str(number), stops)
         assert (stops, *found) == (stops, expected, "")
+
+
+@pytest.mark.proves("exact")
+@pytest.mark.parametrize("where", ["module", "function"])
+@pytest.mark.parametrize("name", TRAININGS)
+@pytest.mark.quick(4)
+def test_what_a_script_keeps_beside_its_parts_comes_back(
+    name: str, where: str, forks: Forks, tmp_path: Path
+) -> None:
+    source = variants(training(TRAININGS[name]))[where]
+    expected, _ = noted(forks, source, tmp_path / "plain")
+
+    for number, stops in enumerate(([2, 1], [3, 1], [4, 1], [5])):
+        assert (stops, *noted(forks, source, tmp_path / str(number), stops)) == (stops, expected, "")
 
 
 EDITED = """
