@@ -85,7 +85,8 @@ class ScriptPart(Part):
         for first, second in self._shared:
             if first in there and second in there:
                 (state, key), (other, name) = there[first], there[second]
-                if state[key].shape == other[name].shape:
+                facts = [(one.shape, one.dtype, one.device) for one in (state[key], other[name])]
+                if facts[0] == facts[1]:
                     other[name] = state[key]
 
     def outgrown(self) -> Iterator[str]:

@@ -694,6 +694,22 @@ def test_what_could_not_be_made_is_refused_before_anything_is(entry: dict[str, A
         Putting({"namespaces": [], "entries": [{"class": "collections:deque", **entry}]})
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"passes": []},
+        {"passes": {1: []}},
+        {"passes": {"loader": [{"kind": "list"}]}},
+        {"shared": {}},
+        {"shared": [["a"]]},
+        {"shared": [["a", 1]]},
+    ],
+)
+def test_what_a_look_says_of_loaders_and_optimizers_is_checked(more: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="not as a checkpoint stores them"):
+        Putting({"namespaces": [], "entries": [], **more})
+
+
 @pytest.mark.parametrize("part", range(8))
 @pytest.mark.quick(4)
 def test_whatever_a_checkpoint_says_is_refused_or_harmless(
