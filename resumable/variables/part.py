@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..objects import slots, walks
+from ..objects import own, slots, walks
 from ..objects.kinds import Step
 from ..parts.optimizers import OptimizerPart
 from ..parts.other_parts import GeneratorPart, StatefulPart
@@ -44,13 +44,13 @@ class ScriptPart(Part):
     def _owned(self) -> Owned:
         if self._parts is None:
             return Owned()
-        # The script's state_dict may draw.
         streams = self._parts.position.streams
-        generators = streams.read()
+        generators = streams.read() if any(map(_may_draw, self._parts.all)) else None
         try:
             return Owned(_owned_by(self._parts), _covered_by(self._parts))
         finally:
-            streams.write(generators)
+            if generators is not None:
+                streams.write(generators)
 
     def _loaders(self) -> Loaders:
         found = self._parts.position.loaders if self._parts else {}
@@ -109,6 +109,11 @@ class ScriptPart(Part):
         self.variables.load(tree)
 
 
+def _may_draw(part: Part) -> bool:
+    """Whether asking a part for its state may move random generators: a `state_dict` of the script's may."""
+    return isinstance(part, StatefulPart) and not own.module_of(type(part.live)).startswith("torch.")
+
+
 def _owned_by(parts: Parts) -> Iterator[tuple[str, Any]]:
     """Yield the objects that other parts restore, with their names."""
     for part in parts.all:
@@ -132,8 +137,8 @@ def _covered_by(parts: Parts) -> Iterator[tuple[Any, Collection[str]]]:
         if isinstance(part, (OptimizerPart, StatefulPart)):
             saved = _GROUPS if isinstance(part, OptimizerPart) else part.collect()[part.stem]
             # A scheduler counts the steps of its optimizer by a method that it puts there.
-            own = {name for name in slots.attributes(part.live) if name.startswith("_")} | {"step"}
-            yield part.live, own.union(saved if isinstance(saved, (dict, tuple)) else ())
+            known = {name for name in slots.attributes(part.live) if name.startswith("_")} | {"step"}
+            yield part.live, known.union(saved if isinstance(saved, (dict, tuple)) else ())
 
 
 def _inside_of(part: OptimizerPart) -> Iterator[tuple[str, Any]]:

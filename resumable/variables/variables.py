@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
+from functools import lru_cache, partial
 from types import CodeType, FrameType, FunctionType, MappingProxyType, ModuleType
 from typing import Any, NamedTuple
 
@@ -350,7 +350,17 @@ def _modules(stack: list[FrameType]) -> Iterator[tuple[str, dict[str, Any]]]:
             # A script that runs another one by exec() has given it its own name.
             name = str(frame.f_globals.get("__name__", ""))
             found[f"{name}:{len(found)}" if name in found else name] = frame.f_globals
-    for name, module in [*sys.modules.items()]:
-        if type(module) is ModuleType and own.is_own_module(module) and module.__name__ == name:
+    for name in _own_modules(len(sys.modules), next(reversed(sys.modules))):
+        if (module := sys.modules.get(name)) is not None:
             found.setdefault(name, vars(module))
     yield from found.items()
+
+
+@lru_cache(1)
+def _own_modules(count: int, last: str) -> list[str]:
+    """Return the names of the script's modules, as long as no other is imported."""
+    return [
+        name
+        for name, module in [*sys.modules.items()]
+        if type(module) is ModuleType and own.is_own_module(module) and module.__name__ == name
+    ]
