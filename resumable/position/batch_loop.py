@@ -50,9 +50,9 @@ def begin(at: LoaderPosition, hooks: Hooks, way: Way, *, is_in_thread: bool) -> 
 
     `is_in_thread`: whether another thread than the training's loops; there a step of the optimizer counts.
     """
-    may_loop = at.may_loop()
-    hooks.head()
-    if not may_loop:
+    if not at.may_loop():
+        if not is_in_thread:
+            hooks.head()
         return Over(at.training.sums)
     at.draws.begin(is_recorded=way.draws)
     if is_in_thread:
@@ -61,6 +61,7 @@ def begin(at: LoaderPosition, hooks: Hooks, way: Way, *, is_in_thread: bool) -> 
         return ThreadLoop(at, at.open(loads_ahead=True, step_counted=counted), counted, way)
     if at.is_endless:
         return Loop(at, at.open(loads_ahead=way.loads_ahead), hooks, way.through, is_watched=False)
+    hooks.head()
     # Before there are workers: they inherit which signals are noted.
     hooks.begin()
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 
 from ..files import codec
@@ -10,6 +11,7 @@ from ..parts import collect
 from ..parts.part import Part
 from ..position.loader_position import LoaderPosition
 from ..training import Training
+from ..variables.part import ScriptPart
 from .resuming import Resuming
 
 
@@ -21,6 +23,11 @@ class Heads:
         self._parts: Sequence[Part] = [*training.parts.models, *training.parts.optimizers]
         self._loaded: Mapping[str, object] = {}
         """What the models and optimizers were as they were loaded."""
+        self._thread = threading.get_ident()
+
+    def _script(self) -> ScriptPart | None:
+        """Return the script's variables where its loops run: a thread that loads batches has other frames."""
+        return self._training.script if threading.get_ident() == self._thread else None
 
     def loaded(self) -> None:
         """Note what a checkpoint has put into the parts."""
@@ -29,7 +36,7 @@ class Heads:
 
     def come(self) -> None:
         """Put back what was loaded, if no body was handed out since."""
-        if (script := self._training.script) is None:
+        if (script := self._script()) is None:
             return
         is_due = self._training.position.streams.is_holding()
         if is_due and self._loaded:
@@ -42,7 +49,7 @@ class Heads:
 
     def begin_pass(self, name: str, at: LoaderPosition) -> None:
         """Note with what a pass over a loader begins; put it back if it goes on, until it is drawn again."""
-        if (script := self._training.script) is None:
+        if (script := self._script()) is None:
             return
         if at.goes_on():
             at.source.drawn.then, problems = script.variables.pass_goes_on(name)

@@ -275,6 +275,25 @@ def test_what_the_loop_changes_behind_a_loader_comes_back(name: str, forks: Fork
         assert (stops, *noted(forks, filled, tmp_path / str(number), stops)) == (stops, expected, "")
 
 
+def test_a_thread_that_loads_batches_leaves_the_variables_alone(forks: Forks, tmp_path: Path) -> None:
+    source = """
+import threading
+def main():
+    best = 0
+    for epoch in epochs(4):
+        found = []
+        thread = threading.Thread(target=lambda: found.extend(batches()))
+        thread.start()
+        thread.join()
+        best += sum(found)
+        note(best)
+main()
+"""
+    expected, _ = noted(forks, source, tmp_path / "plain")
+
+    assert noted(forks, source, tmp_path / "stopped", [4, 4])[0] == expected
+
+
 def test_iterators_and_modules_that_a_loop_uses_up_are_named(forks: Forks, tmp_path: Path) -> None:
     source = """
 import itertools, pathlib
