@@ -21,6 +21,8 @@ MOST_ITEMS = 4096
 """Of a larger dict or object only a digest is kept."""
 _JSON = {bool, int, float, str, type(None)}
 _EQUAL = {bool, int, str, bytes, type(None), type(...)}
+_MOST_BITS = 4000
+"""Of an integer that is written in decimals."""
 _ROWS = {int: "q", float: "d"}
 
 
@@ -107,6 +109,9 @@ def _mapping(held: Collection[tuple[Any, Any]], *more: Hashable, order: bytes = 
 def mark(value: Any) -> Hashable:
     """Return a stand-in for a value: an atom itself, to the bit, or the identity of an object."""
     of = type(value)
+    if of is int and value.bit_length() > _MOST_BITS:
+        # Python writes no decimals of it.
+        return of, hex(value)
     if of in _EQUAL:
         return of, value
     if of is float:

@@ -22,6 +22,8 @@ class Hooks(NamedTuple):
 
     head: Hook
     begin: Hook
+    asked: Callable[[Iterator[Any], FrameType], bool]
+    """As a frame asks for the first batch: whether what numbers the batches goes on."""
     body_ended: Hook
     end: Hook
 
@@ -170,7 +172,7 @@ class Loop:
         self._stage = Stage.SECOND if self._is_direct else Stage.STRAIGHT
         at.habits.look_at_holders(self)
         self._sums.begin(asked_by, is_over=False)
-        if at.done:
+        if not self._hooks.asked(self, asked_by) and at.done:
             habits.warn_of_numbers(self, asked_by, at.done)
         at.habits.asked(asked_by, is_direct=self._is_direct)
         drawn, self._drawn_then = self._drawn_then, None

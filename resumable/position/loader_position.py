@@ -253,10 +253,14 @@ class LoaderPosition(EpochPlace):
         self.is_of_body = self.training.is_in_epochs()
         self.training.loops_begun += 1
 
+    def open_loop(self) -> OpenLoop | None:
+        """Return the loop over the batches that is open."""
+        return self._loop and self._loop()
+
     def go_on_endlessly(self) -> None:
         """Let the loop that is open go on over the ends of epochs: other loops watch for signals."""
         self.is_endless = True
-        if loop := self._loop and self._loop():
+        if loop := self.open_loop():
             loop.unwatch()
 
     def end_epoch(self) -> None:
@@ -266,7 +270,7 @@ class LoaderPosition(EpochPlace):
         self.rewind()
 
     def _cut(self) -> None:
-        if loop := self._loop and self._loop():
+        if loop := self.open_loop():
             loop.cut()
 
     def ask_ahead(self) -> None:

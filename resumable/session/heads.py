@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import FrameType
+from typing import Any
 
 from ..files import codec
 from ..objects.contents import digest_of_tensor
@@ -56,6 +58,12 @@ class Heads:
             self._tell(problems)
         else:
             script.variables.pass_begins(name)
+
+    def asked(self, name: str, loop: Iterator[Any], asked_by: FrameType) -> bool:
+        """Let what numbers the batches of a loader go on, as the first is asked for; False if it is not seen."""
+        if (script := self._script()) is not None:
+            self._tell(script.variables.renumber(name, loop, asked_by))
+        return script is not None
 
     def _tell(self, problems: Sequence[str]) -> None:
         for problem in problems:

@@ -70,8 +70,8 @@ class Loops:
             loads_ahead |= ahead
             through = _both(through, ToDevice(device, ahead))
         begin, end = partial(self._begin_batches, name, at), partial(self._end_batches, at)
-        head = self._session.heads.come
-        hooks = Hooks(head, begin, partial(self._batch_ended, at), end)
+        heads = self._session.heads
+        hooks = Hooks(heads.come, begin, partial(heads.asked, name), partial(self._batch_ended, at), end)
         return self._position.batches(name, hooks, Way(through, loads_ahead, draws))
 
     def _print_if_complete(self, done: int, total: int, what: str) -> None:

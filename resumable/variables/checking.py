@@ -28,10 +28,18 @@ def check(tree: Any) -> None:
     shared = tree.get("shared", [])
     _need(isinstance(shared, list) and all(map(_is_pair, shared)), "what optimizers share")
     _need(all(type(name) is str for pair in shared for name in pair), "what optimizers share")
+    numbers = tree.get("numbers", {})
+    _need(
+        isinstance(numbers, Mapping) and all(map(_are_counts, numbers.values())), "what numbers the batches"
+    )
     passes = tree.get("passes", {})
     _need(isinstance(passes, Mapping) and all(type(name) is str for name in passes), "the passes")
     for entries in passes.values():
         _Check({"namespaces": [], "entries": entries}).run()
+
+
+def _are_counts(value: Any) -> bool:
+    return isinstance(value, list) and all(type(one) is int for one in value)
 
 
 class _Check:

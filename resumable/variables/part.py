@@ -14,6 +14,7 @@ from ..parts.optimizers import OptimizerPart
 from ..parts.other_parts import GeneratorPart, StatefulPart
 from ..parts.part import Difference, Part, Saved, same_device
 from ..parts.parts import Parts
+from ..position.batch_loop import Loop
 from . import checking
 from .owned import Owned
 from .passes import Loaders, objects_of, owned_by
@@ -58,7 +59,15 @@ class ScriptPart(Part):
 
     def collect(self) -> dict[str, Any]:
         """Return what has changed since the loop began."""
-        return {self.stem: {**self.variables.look(), "shared": [*self._found_shared()]}}
+        found = {**self.variables.look(), "shared": [*self._found_shared()]}
+        return {self.stem: found | {"numbers": self.variables.numbers(self._loops(), Loop.__next__.__code__)}}
+
+    def _loops(self) -> dict[str, Loop]:
+        """Return the loops over batches that are in their middle, by their loaders."""
+        if self._parts is None or not self._parts.position.is_mid_epoch():
+            return {}
+        loops = {name: at.open_loop() for name, at in self._parts.position.loaders.items()}
+        return {name: one for name, one in loops.items() if isinstance(one, Loop)}
 
     def _states(self) -> Iterator[tuple[str, dict[str, Any], str]]:
         optimizers = self._parts.optimizers if self._parts else ()

@@ -19,10 +19,12 @@ from .looks import Look, Namespace
 from .owned import Owned
 from .passes import Loaders, Pass
 from .putting import Putting
-from .script import bytecode, frames
+from .script import ahead, bytecode, enumerates, frames
 
 _PACKAGE = __name__.partition(".")[0]
 _STARTED = time.time()
+_ASKING = frozenset({"batches", "enumerate", "next"})
+"""What code names that asks for batches."""
 
 
 class _Running(NamedTuple):
@@ -86,6 +88,8 @@ class Variables:
         """The two that came last."""
         self._restored: set[tuple[str, str]] = set()
         """The variables that were put back once: they are stored even if they change no more."""
+        self._numbers: dict[str, list[int]] = {}
+        """What each `enumerate` around the batches of a loader gives next, by the loader's name."""
         self.lost: list[tuple[str, str]] = []
         """What the last look could not store: where it is, and why."""
 
@@ -100,6 +104,7 @@ class Variables:
         if is_due and self._putting is not None:
             return self._put_back(self._putting, stack)
         self._putting = self._hold = None
+        self._numbers = {}
         return [], []
 
     @no_garbage_collection()
@@ -165,6 +170,27 @@ class Variables:
         passes = {name: entries for name, one in self._passes.items() if (entries := one.changed(look))}
         return {"namespaces": rows, "entries": look.entries, "passes": passes}
 
+    def numbers(self, loops: Mapping[str, Iterator[Any]], asking: CodeType) -> dict[str, list[int]]:
+        """Return what each `enumerate` around loops gives next; `asking` is the code by which they are asked."""
+        here: FrameType | None = sys._getframe(1)
+        if not loops or not enumerates.may_be_around(frames.own_frames(here)):
+            return {}
+        while here is not None and here.f_code is not asking:
+            here = here.f_back
+        found = {name: enumerates.around(one, here and here.f_back) for name, one in loops.items()}
+        return {name: [*map(enumerates.index_of, around)] for name, around in found.items() if around}
+
+    def renumber(self, loader: str, loop: Iterator[Any], asked_by: FrameType) -> list[str]:
+        """Let each `enumerate` around a loop go on where it was; return what cannot."""
+        numbers = self._numbers.pop(loader, [])
+        around = enumerates.around(loop, asked_by) if numbers else []
+        is_set = len(around) == len(numbers) and all(map(enumerates.set_index, around, numbers))
+        return (
+            []
+            if is_set
+            else [f"the index of enumerate() around the batches of {loader}: it is not where it was"]
+        )
+
     def _begun_before(self, namespace: Namespace, base: _Base) -> Iterator[tuple[str, str]]:
         """Yield the iterators that were there before the loop, and may be asked in it."""
         for name, one in namespace.variables.items():
@@ -206,6 +232,7 @@ class Variables:
         """Take what a look has stored; the next heads put it back."""
         self._putting, self._hold = Putting(tree), None
         self._passes = {name: Pass.loaded(entries) for name, entries in tree.get("passes", {}).items()}
+        self._numbers = {name: [*one] for name, one in tree.get("numbers", {}).items()}
 
     def pass_begins(self, loader: str) -> None:
         """Note with what a pass over a loader begins."""
@@ -224,6 +251,19 @@ class Variables:
             problems = begun.put_back(namespaces, owned)
         self._passes[loader] = Pass.begun(namespace, owned, self._known())
         return partial(hold.put_back, [], ()), problems
+
+    def may_ask_again(self) -> bool:
+        """Whether batches may be asked for in the running body, in what is left of it."""
+        stack = frames.own_frames(sys._getframe(1))
+        codes = [code for _, held in _modules(stack) for code in _codes_in(held)]
+        keys = {id(module): f"module:{name}" for name, module in _modules(stack)}
+        for number, frame in reversed([*enumerate(stack)]):
+            key = _key_of(frame, number) if frames.is_function(frame) else keys[id(frame.f_globals)]
+            if ahead.may_name(frame, heads := self._heads_in(key), _ASKING, codes):
+                return True
+            if heads:
+                return False
+        return True
 
     def _of_loader(self, loader: str) -> Namespace:
         return _of_objects(f"loader:{loader}", self._loaders().get(loader, {}))
@@ -254,9 +294,7 @@ class Variables:
         tops = {id(one.f_globals): one for one in stack if not frames.is_function(one)}
         modules = [(f"module:{name}", module) for name, module in _modules(stack)]
         functions = [
-            (f"frame:{number}:{frames.name_of(one)}", number, one)
-            for number, one in enumerate(stack)
-            if frames.is_function(one)
+            (_key_of(one, number), number, one) for number, one in enumerate(stack) if frames.is_function(one)
         ]
         keys = [key for key, module in modules if id(module) in tops] + [key for key, _, _ in functions]
         inner = next((key for key in reversed(keys) if self._heads_in(key)), "")
@@ -273,6 +311,10 @@ class Variables:
 
     def _heads_in(self, key: str) -> frozenset[int]:
         return self._bases[key].heads if key in self._bases else frozenset()
+
+
+def _key_of(frame: FrameType, number: int) -> str:
+    return f"frame:{number}:{frames.name_of(frame)}"
 
 
 def _insides(namespaces: Iterable[Namespace]) -> dict[int, Content]:

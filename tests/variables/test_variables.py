@@ -554,12 +554,93 @@ def test_the_index_of_an_enumerate_is_set_and_a_huge_one_is_left() -> None:
     numbered, other, huge = enumerate(iterator, 3), enumerate("ab"), enumerate("ab", 1 << 70)
     next(numbered)
 
-    assert enumerates.around(iterator) == [numbered]
+    assert enumerates.around(iterator, None) == [numbered]
     assert enumerates.set_index(numbered, 1000)
     assert [*numbered] == [(1000, "b"), (1001, "c"), (1002, "d")]
     assert not enumerates.set_index(huge, 5)
     assert not enumerates.set_index(other, -1)
     assert (next(huge), next(other)) == ((1 << 70, "a"), (0, "a"))
+
+
+WITHOUT_BATCHES = """
+import carrying, os
+from carrying import run
+
+def save_and_die():
+    run().save().wait()
+    if carrying.left == 1:
+        os._exit(143)
+
+class Trainer:
+    total = 0
+
+    def batches_of(self):
+        return run().batches()
+
+    def train(self):
+        for batch in self.batches_of():
+            self.total += batch
+
+trainer, weight = Trainer(), 1.0
+for epoch in epochs(4):
+    if epoch % 2 == 0:
+        BEFORE
+        weight = weight / 3 + trainer.total
+    else:
+        trainer.train()
+    note(weight, trainer.total)
+    if epoch % 3 != 1:
+        save_and_die()
+"""
+
+
+@pytest.mark.proves("exact")
+@pytest.mark.parametrize("before", ["pass", "save_and_die(); trainer.train()"])
+def test_a_save_behind_which_no_batch_can_be_asked_for_ends_the_epoch(
+    before: str, forks: Forks, tmp_path: Path
+) -> None:
+    source = WITHOUT_BATCHES.replace("BEFORE", before)
+    expected, _ = noted(forks, source, tmp_path / "plain")
+
+    for number, stops in enumerate(([1, 1], [2, 1], [1, 2], [3])):
+        assert (stops, *noted(forks, source, tmp_path / str(number), stops)) == (stops, expected, "")
+
+
+NUMBERED = """
+from carrying import ended, run
+
+def logged(batches):
+    for number, batch in enumerate(batches):
+        yield batch
+        note('logged', number)
+
+for epoch in epochs(2):
+    for number, batch in NUMBERED:
+        note(number, batch)
+        AFTER
+    note(number)
+"""
+NUMBERINGS = [
+    "enumerate(batches())",
+    "enumerate(run().batches(), 5)",
+    "enumerate(batches(), start=10 * run().epoch + run().batch)",
+    "enumerate(logged(batches()), 1)",
+    "enumerate(one for one in batches() if one % 2 == 0)",
+    "enumerate(enumerate(map(str, batches()), 7))",
+]
+
+
+@pytest.mark.proves("exact")
+@pytest.mark.parametrize("numbering", NUMBERINGS)
+@pytest.mark.quick(3)
+def test_batches_are_numbered_as_without_a_stop(numbering: str, forks: Forks, tmp_path: Path) -> None:
+    after = "ended()" if "run().batches" in numbering else "pass"
+    body = NUMBERED.replace("NUMBERED", numbering).replace("AFTER", after)
+    source = IN_FUNCTION.replace("BODY", body.strip().replace("\n", "\n    "))
+    expected, _ = noted(forks, source, tmp_path / "plain")
+
+    for number, stops in enumerate(([1, 1], [2, 1], [3, 1], [4, 2, 1], [5, 1])):
+        assert (stops, *noted(forks, source, tmp_path / str(number), stops)) == (stops, expected, "")
 
 
 def test_what_the_loop_leaves_alone_is_that_of_the_first_start(forks: Forks, tmp_path: Path) -> None:

@@ -45,10 +45,9 @@ def accesses(one: dis.Instruction) -> Accesses:
 def live_before(code: CodeType) -> dict[int, frozenset[str]]:
     """Return for each instruction the variables that may be read from there on before they are assigned."""
     steps = [*dis.get_instructions(code)]
-    at = {one.offset: number for number, one in enumerate(steps)}
     read, stored = [accesses(one)[0] for one in steps], [accesses(one)[1] for one in steps]
     before: list[list[int]] = [[] for _ in steps]
-    for number, following in _ways(code, steps, at):
+    for number, following in ways(code, steps):
         before[following].append(number)
     live, waiting = [set(one) for one in read], [*range(len(steps))]
     while waiting:
@@ -60,8 +59,9 @@ def live_before(code: CodeType) -> dict[int, frozenset[str]]:
     return {one.offset: frozenset(found) for one, found in zip(steps, live, strict=True)}
 
 
-def _ways(code: CodeType, steps: list[dis.Instruction], at: dict[int, int]) -> Iterator[tuple[int, int]]:
+def ways(code: CodeType, steps: list[dis.Instruction]) -> Iterator[tuple[int, int]]:
     """Yield each instruction with one that may run right after it, by their numbers."""
+    at = {one.offset: number for number, one in enumerate(steps)}
     for number, one in enumerate(steps):
         if not one.opname.startswith(_ENDS) and number + 1 < len(steps):
             yield number, number + 1
@@ -120,6 +120,13 @@ def assigned_inside(code: CodeType) -> frozenset[str]:
 def assigned_globals(code: CodeType) -> frozenset[str]:
     """Return the variables of its module that code assigns, as a function has to say by `global`."""
     return frozenset(one.argval for one in dis.get_instructions(code) if one.opname == "STORE_GLOBAL")
+
+
+@lru_cache(1024)
+def names_in(code: CodeType) -> frozenset[str]:
+    """Return the names of globals and attributes that code uses, and the functions inside of it."""
+    inner = (one for one in code.co_consts if isinstance(one, CodeType))
+    return frozenset((*code.co_names, *code.co_freevars)).union(*map(names_in, inner))
 
 
 @lru_cache(1024)

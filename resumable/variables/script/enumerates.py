@@ -4,14 +4,48 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import itertools
 import sys
 from collections.abc import Iterator
+from types import FrameType, GeneratorType
 from typing import Any
 
+_PASSING = (enumerate, itertools.islice, map, filter, GeneratorType)
 
-def around(iterator: Iterator[Any]) -> list[enumerate[Any]]:
-    """Return each `enumerate` that asks an iterator for its items."""
-    return [one for one in gc.get_referrers(iterator) if type(one) is enumerate]
+
+def may_be_around(frames: list[FrameType]) -> bool:
+    """Whether one of the functions that are running names `enumerate`: to look for it takes long."""
+    return any("enumerate" in one.f_code.co_names for one in frames)
+
+
+def around(iterator: Iterator[Any], asked_by: FrameType | None) -> list[enumerate[Any]]:
+    """Return each `enumerate` that gets its items from an iterator, the inner ones first.
+
+    `asked_by`: the frame that asks the iterator just now, which may be a generator's.
+
+    >>> numbers = iter([7])
+    >>> [*map(index_of, around(numbers, None))], [*map(index_of, around(numbers, None))]
+    ([], [])
+    >>> outer = enumerate(map(str, enumerate(numbers, 3)), 2)
+    >>> [*map(index_of, around(numbers, None))]
+    [3, 2]
+    """
+    found: list[Any] = [iterator]
+    done = 0
+    while done < len(found):
+        for held in gc.get_referrers(found[done]):
+            if type(held) in _PASSING and not any(held is one for one in found):
+                found.append(held)
+        done += 1
+        if done == len(found) and asked_by is not None:
+            # A generator that runs does not show what it holds, only its frame.
+            found += [one for one in gc.get_referrers(asked_by) if _runs_in(one, asked_by)]
+            asked_by = asked_by.f_back
+    return [one for one in found if type(one) is enumerate]
+
+
+def _runs_in(one: Any, frame: FrameType) -> bool:
+    return type(one) is GeneratorType and one.gi_frame is frame
 
 
 def index_of(one: enumerate[Any]) -> int:
