@@ -255,7 +255,7 @@ class LoaderPosition(EpochPlace):
 
     def open_loop(self) -> OpenLoop | None:
         """Return the loop over the batches that is open."""
-        return self._loop and self._loop()
+        return self._loop() if self._loop else None
 
     def go_on_endlessly(self) -> None:
         """Let the loop that is open go on over the ends of epochs: other loops watch for signals."""

@@ -60,7 +60,7 @@ class Heads:
             script.variables.pass_begins(name)
 
     def asked(self, name: str, loop: Iterator[Any], asked_by: FrameType) -> bool:
-        """Let what numbers the batches of a loader go on, as the first is asked for; False if it is not seen."""
+        """Let what numbers the batches of a loader go on; False if nobody looks at it."""
         if (script := self._script()) is not None:
             self._tell(script.variables.renumber(name, loop, asked_by))
         return script is not None

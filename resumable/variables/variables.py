@@ -171,7 +171,7 @@ class Variables:
         return {"namespaces": rows, "entries": look.entries, "passes": passes}
 
     def numbers(self, loops: Mapping[str, Iterator[Any]], asking: CodeType) -> dict[str, list[int]]:
-        """Return what each `enumerate` around loops gives next; `asking` is the code by which they are asked."""
+        """Return what each `enumerate` around loops gives next; `asking`: the code that asks them."""
         here: FrameType | None = sys._getframe(1)
         if not loops or not enumerates.may_be_around(frames.own_frames(here)):
             return {}
