@@ -7,7 +7,7 @@ import collections
 import json
 import random
 from collections.abc import Collection, Hashable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -24,6 +24,9 @@ _EQUAL = {bool, int, str, bytes, type(None), type(...)}
 _MOST_BITS = 4000
 """Of an integer that is written in decimals."""
 _ROWS = {int: "q", float: "d"}
+
+
+T = TypeVar("T", torch.Tensor, np.ndarray[Any, Any])
 
 
 class Content(NamedTuple):
@@ -167,7 +170,7 @@ def _of_array(value: Any) -> Hashable:
         return *shape, digest(kinds.flat(value).tolist())
     if (place := mapped(value)) is not None:
         return *shape, place
-    data: Any = np.ascontiguousarray(kinds.flat(value)).view(np.uint8)
+    data: Any = np.ascontiguousarray(unexpanded(kinds.flat(value))).view(np.uint8)
     return *shape, xxhash.xxh3_128_digest(data)
 
 
@@ -181,6 +184,15 @@ def mapped(value: Any) -> Hashable:
     return str(file.filename), file.offset, value.ctypes.data - file.ctypes.data
 
 
+def unexpanded(value: T) -> T:
+    """Return a tensor or an array without the dimensions that only repeat its elements."""
+    strides = value.stride() if isinstance(value, torch.Tensor) else value.strides
+    for dimension, stride in enumerate(strides):
+        if stride == 0 and value.shape[dimension] > 1:
+            value = value[(slice(None),) * dimension + (slice(1),)]
+    return value
+
+
 def _of_tensor(value: Any) -> Hashable:
     with torch._C.DisableTorchFunctionSubclass():
         return id(type(value)), value.requires_grad, *digest_of_tensor(sharded_tensor.local(value).detach())
@@ -191,8 +203,11 @@ def digest_of_tensor(tensor: torch.Tensor) -> tuple[Hashable, ...]:
     facts = str(tensor.dtype), tuple(tensor.shape), str(tensor.device)
     if tensor.is_meta or tensor.is_nested or tensor.is_quantized:
         return *facts, tensor.data_ptr() if not tensor.is_meta else 0, tensor._version
+    if tensor.layout is torch.sparse_coo:
+        return *facts, *map(digest_of_tensor, (tensor._indices(), tensor._values()))
     if tensor.layout is not torch.strided:
         tensor = tensor.to_dense()
+    tensor = unexpanded(tensor)
     if tensor.is_cpu:
         return *facts, xxhash.xxh3_128_digest(tensor_file.as_bytes(tensor.resolve_conj().resolve_neg()))
     return *facts, int(fingerprint.on_device(tensor.contiguous()))

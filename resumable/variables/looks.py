@@ -26,6 +26,7 @@ _NEVER_CHANGED = {*_IMMUTABLE, "module"}
 """Kinds that cannot be filled in place; the variables of a module are looked at by themselves."""
 _MANY = 64
 """A list of more numbers is stored as an array."""
+_LARGEST_EXPANDED = 64 << 20
 _NUMBERS: dict[type, Any] = {int: np.int64, float: np.float64, bool: np.bool_}
 FACTORIES: dict[str, Any] = {
     "None": None,
@@ -343,6 +344,8 @@ def _tensor(look: Look, value: Any, before: Content | None, where: str) -> Entry
     is_parameter = isinstance(value, torch.nn.Parameter)
     if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.is_meta:
         raise Hole(f"a {type(value).__name__}")
+    if contents.unexpanded(value.detach()).nbytes < value.nbytes > _LARGEST_EXPANDED:
+        raise Hole("a tensor that repeats its elements, and is far larger than its memory")
     return {
         "tensor": value.detach(),
         "requires_grad": value.requires_grad and value.is_leaf,
