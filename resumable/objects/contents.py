@@ -170,7 +170,7 @@ def _of_array(value: Any) -> Hashable:
         return *shape, digest(kinds.flat(value).tolist())
     if (place := mapped(value)) is not None:
         return *shape, place
-    data: Any = np.ascontiguousarray(unexpanded(kinds.flat(value))).view(np.uint8)
+    data: Any = np.ascontiguousarray(memory_of(kinds.flat(value))).view(np.uint8)
     return *shape, xxhash.xxh3_128_digest(data)
 
 
@@ -184,13 +184,16 @@ def mapped(value: Any) -> Hashable:
     return str(file.filename), file.offset, value.ctypes.data - file.ctypes.data
 
 
-def unexpanded(value: T) -> T:
-    """Return a tensor or an array without the dimensions that only repeat its elements."""
-    strides = value.stride() if isinstance(value, torch.Tensor) else value.strides
-    for dimension, stride in enumerate(strides):
-        if stride == 0 and value.shape[dimension] > 1:
-            value = value[(slice(None),) * dimension + (slice(1),)]
-    return value
+def memory_of(value: T) -> T:
+    """Return a tensor or an array, or the memory that it shows where it repeats parts of that."""
+    if isinstance(value, torch.Tensor):
+        held = value.untyped_storage()
+        is_more = value.is_cpu and held.nbytes() < value.nbytes
+        return torch.empty(0, dtype=torch.uint8).set_(held) if is_more else value
+    base: Any = value
+    while isinstance(base.base, np.ndarray):
+        base = base.base
+    return base if base.nbytes < value.nbytes else value
 
 
 def _of_tensor(value: Any) -> Hashable:
@@ -207,7 +210,7 @@ def digest_of_tensor(tensor: torch.Tensor) -> tuple[Hashable, ...]:
         return *facts, *map(digest_of_tensor, (tensor._indices(), tensor._values()))
     if tensor.layout is not torch.strided:
         tensor = tensor.to_dense()
-    tensor = unexpanded(tensor)
+    tensor = memory_of(tensor)
     if tensor.is_cpu:
         return *facts, xxhash.xxh3_128_digest(tensor_file.as_bytes(tensor.resolve_conj().resolve_neg()))
     return *facts, int(fingerprint.on_device(tensor.contiguous()))

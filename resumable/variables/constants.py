@@ -36,9 +36,9 @@ def digest_of(value: Any) -> str:
     """Return a digest that is the same in every process, wherever the value lies."""
     if isinstance(value, torch.Tensor):
         here = sharded_tensor.local(value).detach().resolve_conj().resolve_neg().cpu()
-        data: Any = contents.unexpanded(here)
+        data: Any = contents.memory_of(here)
         return f"{here.dtype} {[*here.shape]} {xxhash.xxh3_128_hexdigest(tensor_file.as_bytes(data))}"
     if isinstance(value, np.ndarray):
-        data = np.ascontiguousarray(contents.unexpanded(kinds.flat(value))).view(np.uint8)
+        data = np.ascontiguousarray(contents.memory_of(kinds.flat(value))).view(np.uint8)
         return f"{value.dtype.str} {[*value.shape]} {xxhash.xxh3_128_hexdigest(data)}"
     return contents.digest([contents.state_of(value)]).hex()

@@ -344,7 +344,7 @@ def _tensor(look: Look, value: Any, before: Content | None, where: str) -> Entry
     is_parameter = isinstance(value, torch.nn.Parameter)
     if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.is_meta:
         raise Hole(f"a {type(value).__name__}")
-    if contents.unexpanded(value.detach()).nbytes < value.nbytes > _LARGEST_EXPANDED:
+    if contents.memory_of(value.detach()).nbytes < value.nbytes > _LARGEST_EXPANDED:
         raise Hole("a tensor that repeats its elements, and is far larger than its memory")
     return {
         "tensor": value.detach(),

@@ -59,8 +59,7 @@ class ScriptPart(Part):
 
     def collect(self) -> dict[str, Any]:
         """Return what has changed since the loop began."""
-        found = {**self.variables.look(), "shared": [*self._found_shared()]}
-        return {self.stem: found | {"numbers": self.variables.numbers(self._loops(), Loop.__next__.__code__)}}
+        return {self.stem: {**self.variables.look(self._loops()), "shared": [*self._found_shared()]}}
 
     def _loops(self) -> dict[str, Loop]:
         """Return the loops over batches that are in their middle, by their loaders."""

@@ -4,40 +4,27 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import lru_cache, partial
-from types import CodeType, FrameType, FunctionType, MappingProxyType, ModuleType
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from types import CodeType, FrameType, GeneratorType, MappingProxyType
 from typing import Any, NamedTuple
 
 from ..files.threads import no_garbage_collection
-from ..objects import own, walks
+from ..objects import walks
 from ..objects.contents import Content, content, mark
 from ..objects.walks import Met
-from . import signs
+from . import running, signs
 from .holds import Hold
 from .looks import Look, Namespace
 from .owned import Owned
 from .passes import Loaders, Pass
 from .putting import Putting
+from .running import Running
 from .script import ahead, bytecode, enumerates, frames
 
-_PACKAGE = __name__.partition(".")[0]
 _STARTED = time.time()
 _ASKING = frozenset({"batches", "enumerate", "next"})
 """What code names that asks for batches."""
-
-
-class _Running(NamedTuple):
-    """A namespace of a frame that is running, or of a module."""
-
-    namespace: Namespace
-    identity: int
-    """That of the frame, or of the module's variables."""
-    head: int | None
-    """Where the frame is, as an offset in its code."""
-    code: CodeType | None
-    number: int | None = None
-    """How many frames of the script are around it."""
 
 
 class _Base(NamedTuple):
@@ -53,7 +40,7 @@ class _Base(NamedTuple):
     is_late: bool
     """Whether there were other namespaces as the loops began, and this one was not."""
 
-    def is_of(self, running: _Running, *, is_innermost: bool) -> bool:
+    def is_of(self, running: Running, *, is_innermost: bool) -> bool:
         """Whether it is of this frame: one that is at the same head again, and not in a loop, is another."""
         if self.frame != running.identity:
             return False
@@ -109,13 +96,13 @@ class Variables:
 
     @no_garbage_collection()
     def _begin(self, stack: list[FrameType]) -> None:
-        owned, running, is_first = self._owned(), [*self._running(stack)], not self._bases
-        here = {one.namespace.key for one in running}
+        owned, found, is_first = self._owned(), [*self._running(stack)], not self._bases
+        here = {one.namespace.key for one in found}
         # A function that is not running any more has ended, unless it is a generator.
         for key, one in [*self._bases.items()]:
             if key not in here and one.code is not None and not frames.is_generator(one.code):
                 del self._bases[key]
-        for it in running:
+        for it in found:
             # Those around it are where they were when they called it.
             base = self._bases.get(it.namespace.key)
             if base is not None and not base.is_of(it, is_innermost=it.number == len(stack) - 1):
@@ -123,10 +110,10 @@ class Variables:
         known = self._known()
         marks = {
             one.namespace.key: {name: mark(value) for name, value in one.namespace.variables.items()}
-            for one in running
+            for one in found
         }
-        self._heads = self._heads[1], _Head(marks, _insides(one.namespace for one in running))
-        for it in running:
+        self._heads = self._heads[1], _Head(marks, _insides(one.namespace for one in found))
+        for it in found:
             key, heads = it.namespace.key, frozenset(() if it.head is None else (it.head,))
             base = self._bases.get(key)
             if base is not None:
@@ -143,15 +130,20 @@ class Variables:
             known |= met
 
     @no_garbage_collection()
-    def look(self) -> dict[str, Any]:
-        """Return what has changed since the loop began."""
+    def look(self, loops: Mapping[str, Iterator[Any]] = MappingProxyType({})) -> dict[str, Any]:
+        """Return what has changed since the loop began.
+
+        `loops`: those over the batches of loaders that are in their middle.
+        """
         if not self._bases:
             return {"namespaces": [], "entries": []}
-        look, rows = Look(self._owned(), self._known()), []
-        running = [*self._running(frames.own_frames(sys._getframe(1)))]
+        look, rows, here = Look(self._owned(), self._known()), [], sys._getframe(1)
+        stack = frames.own_frames(here)
+        around = self._around(loops, here, stack)
+        there = [*self._running(stack), *self._sleeping(around.values())]
         found = [
             one.namespace
-            for one in running
+            for one in there
             if (base := self._bases.get(one.namespace.key)) and base.frame == one.identity
         ]
         look.changes(root for one in found for root in one.roots())
@@ -164,26 +156,39 @@ class Variables:
             )
             rows.append([namespace.key, look.bound(changed, self._remade(namespace))])
             look.lost += self._begun_before(namespace, base)
-        look.lost += self._imported(running)
+        look.lost += self._imported(there)
         look.keep_constants(self._digests)
         self.lost = look.lost
         passes = {name: entries for name, one in self._passes.items() if (entries := one.changed(look))}
-        return {"namespaces": rows, "entries": look.entries, "passes": passes}
+        numbers = {name: [*map(enumerates.index_of, _numbering(one))] for name, one in around.items()}
+        return {"namespaces": rows, "entries": look.entries, "passes": passes, "numbers": numbers}
 
-    def numbers(self, loops: Mapping[str, Iterator[Any]], asking: CodeType) -> dict[str, list[int]]:
-        """Return what each `enumerate` around loops gives next; `asking`: the code that asks them."""
-        here: FrameType | None = sys._getframe(1)
-        if not loops or not enumerates.may_be_around(frames.own_frames(here)):
+    def _around(
+        self, loops: Mapping[str, Iterator[Any]], here: FrameType, stack: Sequence[FrameType]
+    ) -> dict[str, list[Any]]:
+        """Return what asks each loop for batches, where that matters."""
+        # A generator that hands batches on waits as its caller saves.
+        is_asleep = any(
+            one.code is not None and frames.is_generator(one.code) and one.code not in codes
+            for codes in [{frame.f_code for frame in stack}]
+            for one in self._bases.values()
+        )
+        if not is_asleep and not any("enumerate" in one.f_code.co_names for one in stack):
             return {}
-        while here is not None and here.f_code is not asking:
-            here = here.f_back
-        found = {name: enumerates.around(one, here and here.f_back) for name, one in loops.items()}
-        return {name: [*map(enumerates.index_of, around)] for name, around in found.items() if around}
+        return {name: enumerates.around(one, _asking(here, one)) for name, one in loops.items()}
+
+    def _sleeping(self, around: Iterable[Sequence[Any]]) -> Iterator[Running]:
+        """Yield the variables of the generators of the script that wait to be asked for a batch."""
+        for one in (one for some in around for one in some):
+            frame = one.gi_frame if type(one) is GeneratorType and not one.gi_running else None
+            for key, base in [*self._bases.items()]:
+                if frame is not None and base.frame == id(frame):
+                    yield running.of_function(key, frame, base.heads, is_inner=True)
 
     def renumber(self, loader: str, loop: Iterator[Any], asked_by: FrameType) -> list[str]:
         """Let each `enumerate` around a loop go on where it was; return what cannot."""
         numbers = self._numbers.pop(loader, [])
-        around = enumerates.around(loop, asked_by) if numbers else []
+        around = _numbering(enumerates.around(loop, asked_by) if numbers else [])
         is_set = len(around) == len(numbers) and all(map(enumerates.set_index, around, numbers))
         return (
             []
@@ -198,7 +203,7 @@ class Variables:
             if may_be_read and base.marks.get(name) == mark(one) and (what := signs.begun(one)):
                 yield name, f"{what} that was made before the loop"
 
-    def _imported(self, running: Iterable[_Running]) -> Iterator[tuple[str, str]]:
+    def _imported(self, running: Iterable[Running]) -> Iterator[tuple[str, str]]:
         """Yield the modules of the script that the loop has imported, if they keep what functions assign."""
         for it in running:
             base = self._bases.get(it.namespace.key)
@@ -255,10 +260,10 @@ class Variables:
     def may_ask_again(self) -> bool:
         """Whether batches may be asked for in the running body, in what is left of it."""
         stack = frames.own_frames(sys._getframe(1))
-        codes = [code for _, held in _modules(stack) for code in _codes_in(held)]
-        keys = {id(module): f"module:{name}" for name, module in _modules(stack)}
+        codes = [code for _, held in running.modules(stack) for code in running.codes_in(held)]
+        keys = {id(module): f"module:{name}" for name, module in running.modules(stack)}
         for number, frame in reversed([*enumerate(stack)]):
-            key = _key_of(frame, number) if frames.is_function(frame) else keys[id(frame.f_globals)]
+            key = running.key_of(frame, number) if frames.is_function(frame) else keys[id(frame.f_globals)]
             if ahead.may_name(frame, heads := self._heads_in(key), _ASKING, codes):
                 return True
             if heads:
@@ -266,7 +271,7 @@ class Variables:
         return True
 
     def _of_loader(self, loader: str) -> Namespace:
-        return _of_objects(f"loader:{loader}", self._loaders().get(loader, {}))
+        return running.of_objects(f"loader:{loader}", self._loaders().get(loader, {}))
 
     @no_garbage_collection()
     def _put_back(self, putting: Putting, stack: list[FrameType]) -> tuple[list[str], list[str]]:
@@ -289,120 +294,25 @@ class Variables:
     def _namespaces(self, stack: list[FrameType]) -> list[Namespace]:
         return [one.namespace for one in self._running(stack)]
 
-    def _running(self, stack: list[FrameType]) -> Iterator[_Running]:
-        """Yield each namespace of the running frames, and of the modules."""
-        tops = {id(one.f_globals): one for one in stack if not frames.is_function(one)}
-        modules = [(f"module:{name}", module) for name, module in _modules(stack)]
-        functions = [
-            (_key_of(one, number), number, one) for number, one in enumerate(stack) if frames.is_function(one)
-        ]
-        keys = [key for key, module in modules if id(module) in tops] + [key for key, _, _ in functions]
-        inner = next((key for key in reversed(keys) if self._heads_in(key)), "")
-        for key, number, one in functions:
-            live = _live(one, self._heads_in(key), is_inner=key == inner)
-            yield _Running(_of_frame(key, one, live), id(one), one.f_lasti, one.f_code, number)
-        for key, module in modules:
-            top = tops.get(id(module))
-            live_at_top = _live(top, self._heads_in(key), is_inner=key == inner) if top else None
-            of_module = _of_module(key, module, top, live_at_top, stack)
-            yield _Running(of_module, id(module), top and top.f_lasti, None)
-        for loader, objects in self._loaders().items():
-            yield _Running(_of_objects(f"loader:{loader}", objects), 0, None, None)
+    def _running(self, stack: list[FrameType]) -> Iterator[Running]:
+        return running.running(stack, self._heads_in, self._loaders())
 
     def _heads_in(self, key: str) -> frozenset[int]:
         return self._bases[key].heads if key in self._bases else frozenset()
 
 
-def _key_of(frame: FrameType, number: int) -> str:
-    return f"frame:{number}:{frames.name_of(frame)}"
+def _numbering(around: Iterable[Any]) -> list[enumerate[Any]]:
+    return [one for one in around if type(one) is enumerate]
+
+
+def _asking(here: FrameType | None, loop: Iterator[Any]) -> FrameType | None:
+    """Return the frame that is asking a loop for its next batch; None if none is."""
+    while here is not None and here.f_code is not type(loop).__next__.__code__:
+        here = here.f_back
+    return here and here.f_back
 
 
 def _insides(namespaces: Iterable[Namespace]) -> dict[int, Content]:
     """Return the contents of objects that hold something which no checkpoint can have."""
     values = (value for one in namespaces for value in one.variables.values())
     return {id(value): content(value) for value in values if signs.inside(value)}
-
-
-def _live(frame: FrameType, heads: frozenset[int], *, is_inner: bool) -> frozenset[str]:
-    """Return the variables that a resume may read: it begins at the head of the inner loop.
-
-    The functions around that loop go on where they have called it.
-    """
-    here = bytecode.live_before(frame.f_code)
-    at_heads = frozenset[str]().union(*(here.get(at, ()) for at in heads))
-    return at_heads if is_inner else at_heads | bytecode.live_after(frame.f_code, frame.f_lasti)
-
-
-def _of_frame(key: str, frame: FrameType, live: frozenset[str]) -> Namespace:
-    code = frame.f_code
-    inner = {*code.co_cellvars, *code.co_freevars, *frames.code_names(frame)}
-    may_bind = bytecode.assigned_in_loops(code)
-    return Namespace(
-        key, _kept(frames.variables(frame)), live | inner, may_bind, lambda values: frames.bind(frame, values)
-    )
-
-
-def _of_module(
-    key: str,
-    held: dict[str, Any],
-    top: FrameType | None,
-    live: frozenset[str] | None,
-    stack: list[FrameType],
-) -> Namespace:
-    codes = {*_codes_in(held), *(one.f_code for one in stack if one.f_globals is held)}
-    may_bind = frozenset().union(
-        *map(bytecode.assigned_globals, codes), *map(bytecode.assigned_inside, codes)
-    )
-    if top is not None:
-        may_bind |= bytecode.assigned_in_loops(top.f_code)
-        live = (live or frozenset()) | frozenset(frames.code_names(top)).union(
-            *(code.co_names for code in codes - {top.f_code})
-        )
-    return Namespace(key, _kept(dict(held)), live, may_bind, held.update)
-
-
-def _of_objects(key: str, objects: Mapping[str, Any]) -> Namespace:
-    return Namespace(key, dict(objects), frozenset(), frozenset(), lambda values: None)
-
-
-def _kept(variables: dict[str, Any]) -> dict[str, Any]:
-    """Return the variables that are the script's: not Python's, and no object of this package."""
-    return {
-        name: one
-        for name, one in variables.items()
-        if not (name.startswith("__") and name.endswith("__"))
-        and own.module_of(type(one)).partition(".")[0] != _PACKAGE
-    }
-
-
-def _codes_in(held: Mapping[str, Any]) -> Iterator[CodeType]:
-    """Yield the code of the functions of a module, and of those of its classes."""
-    for one in [*held.values()]:
-        inside = own.namespace(one).values() if type(one) is type and own.is_own_class(one) else (one,)
-        for function in map(own.unwrapped, inside):
-            if type(function) is FunctionType:
-                yield function.__code__
-
-
-def _modules(stack: list[FrameType]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the modules of the script with their variables, those of the frames first."""
-    found: dict[str, dict[str, Any]] = {}
-    for frame in stack:
-        if not any(one is frame.f_globals for one in found.values()):
-            # A script that runs another one by exec() has given it its own name.
-            name = str(frame.f_globals.get("__name__", ""))
-            found[f"{name}:{len(found)}" if name in found else name] = frame.f_globals
-    for name in _own_modules(len(sys.modules), next(reversed(sys.modules))):
-        if (module := sys.modules.get(name)) is not None:
-            found.setdefault(name, vars(module))
-    yield from found.items()
-
-
-@lru_cache(1)
-def _own_modules(count: int, last: str) -> list[str]:
-    """Return the names of the script's modules, as long as no other is imported."""
-    return [
-        name
-        for name, module in [*sys.modules.items()]
-        if type(module) is ModuleType and own.is_own_module(module) and module.__name__ == name
-    ]

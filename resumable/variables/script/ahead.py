@@ -1,9 +1,10 @@
-"""What may still run in the body of a loop."""
+"""What may still run in the body of a loop, from where a frame is."""
 
 from __future__ import annotations
 
 import dis
 from collections.abc import Collection, Iterable, Iterator
+from functools import lru_cache
 from types import CodeType, FrameType
 
 from . import bytecode
@@ -16,7 +17,7 @@ def may_name(
 
     `heads`: where those are, as offsets. `codes`: the functions that may be called, which are known by name.
     """
-    called = {*_names_before(frame.f_code, frame.f_lasti, frozenset(heads))}
+    called = {*_names_in(_steps(frame.f_code, frame.f_lasti, frozenset(heads)))}
     by_name: dict[str, set[str]] = {}
     for code in codes:
         by_name.setdefault(code.co_name, set()).update(bytecode.names_in(code))
@@ -28,21 +29,67 @@ def may_name(
     return bool(called & names)
 
 
-def _names_before(code: CodeType, offset: int, heads: frozenset[int]) -> Iterator[str]:
-    steps = [*dis.get_instructions(code)]
-    following: list[list[int]] = [[] for _ in steps]
-    for number, later in bytecode.ways(code, steps):
-        following[number].append(later)
-    waiting = [number for number, one in enumerate(steps) if one.offset > offset][:1]
-    seen = {*waiting}
-    while waiting:
-        one = steps[number := waiting.pop()]
-        if one.offset in heads:
-            continue
+def _names_in(steps: Iterable[dis.Instruction]) -> Iterator[str]:
+    for one in steps:
         if isinstance(one.argval, str):
             yield one.argval
         elif isinstance(one.argval, CodeType):
             yield from bytecode.names_in(one.argval)
-        new = {*following[number]} - seen
-        seen |= new
-        waiting += new
+
+
+@lru_cache(1024)
+def _steps(
+    code: CodeType, offset: int, heads: frozenset[int], *, with_errors: bool = True
+) -> list[dis.Instruction]:
+    """Return what may run after an instruction until one of `heads` comes, with those."""
+    steps, found = [*dis.get_instructions(code)], list[dis.Instruction]()
+    following: list[list[int]] = [[] for _ in steps]
+    for number, later in bytecode.ways(code, steps, with_errors=with_errors):
+        following[number].append(later)
+    waiting = [number for number, one in enumerate(steps) if one.offset > offset][:1]
+    seen = {*waiting}
+    while waiting:
+        number = waiting.pop()
+        found.append(steps[number])
+        if steps[number].offset not in heads:
+            new = {*following[number]} - seen
+            seen |= new
+            waiting += new
+    return found
+
+
+def may_leave(code: CodeType, offset: int, heads: frozenset[int]) -> bool:
+    """Whether the loop around an instruction may be left behind it, and may come to its head as well."""
+    around = _around(code, offset, heads)
+    if not around:
+        return False
+    begin, end = around[0]
+    steps = _steps(code, offset, heads, with_errors=False)
+    is_left = any(not begin <= one.offset <= end or one.opname.startswith("RETURN_") for one in steps)
+    return is_left and any(one.offset == begin for one in steps)
+
+
+def is_in_inner_loop(code: CodeType, offset: int, heads: frozenset[int]) -> bool:
+    """Whether an instruction is in a loop of another kind in the body of one of `heads`."""
+    around = _around(code, offset, heads)
+    return bool(around) and any(around[0][0] < begin <= offset <= end for begin, end in bytecode.loops(code))
+
+
+def _around(code: CodeType, offset: int, heads: frozenset[int]) -> list[tuple[int, int]]:
+    """Return where the loops of `heads` around an instruction begin and end, the inner one first."""
+    found: dict[int, int] = {}
+    for begin, end in bytecode.loops(code):
+        if begin in heads:
+            found[begin] = max(end, found.get(begin, 0))
+    return sorted(((begin, end) for begin, end in found.items() if begin <= offset <= end), reverse=True)
+
+
+def runs_behind(frame: FrameType) -> bool:
+    """Whether a generator that waits behind its `yield` has more to do than to ask for the next item."""
+    for one in dis.get_instructions(frame.f_code):
+        if one.offset > frame.f_lasti and one.opname not in _NOTHING:
+            return not one.opname.startswith("JUMP_")
+    return False
+
+
+_NOTHING = ("RESUME", "POP_TOP", "EXTENDED_ARG", "CACHE", "NOP")

@@ -59,8 +59,13 @@ def live_before(code: CodeType) -> dict[int, frozenset[str]]:
     return {one.offset: frozenset(found) for one, found in zip(steps, live, strict=True)}
 
 
-def ways(code: CodeType, steps: list[dis.Instruction]) -> Iterator[tuple[int, int]]:
-    """Yield each instruction with one that may run right after it, by their numbers."""
+def ways(
+    code: CodeType, steps: list[dis.Instruction], *, with_errors: bool = True
+) -> Iterator[tuple[int, int]]:
+    """Yield each instruction with one that may run right after it, by their numbers.
+
+    `with_errors`: also the handler of an error that it may raise.
+    """
     at = {one.offset: number for number, one in enumerate(steps)}
     for number, one in enumerate(steps):
         if not one.opname.startswith(_ENDS) and number + 1 < len(steps):
@@ -68,7 +73,7 @@ def ways(code: CodeType, steps: list[dis.Instruction]) -> Iterator[tuple[int, in
         if one.opcode in _JUMPS and one.argval in at:
             yield number, at[one.argval]
     # Python 3.10 has instructions for them, which are jumps.
-    if hasattr(code, "co_exceptiontable"):
+    if with_errors and hasattr(code, "co_exceptiontable"):
         for entry in dis._parse_exception_table(code):  # type: ignore[attr-defined]
             for number, one in enumerate(steps):
                 if entry.start <= one.offset < entry.end and entry.target in at:

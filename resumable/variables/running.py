@@ -1,0 +1,151 @@
+"""The variables of the script: of its functions that are running, of its modules, and behind loaders."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
+from types import CodeType, FrameType, FunctionType, ModuleType
+from typing import Any, NamedTuple
+
+from ..objects import own
+from .looks import Namespace
+from .passes import Loaders
+from .script import bytecode, frames
+
+_PACKAGE = __name__.partition(".")[0]
+
+
+class Running(NamedTuple):
+    """A namespace of a frame that is running, or of a module."""
+
+    namespace: Namespace
+    identity: int
+    """That of the frame, or of the module's variables."""
+    head: int | None
+    """Where the frame is, as an offset in its code."""
+    code: CodeType | None
+    number: int | None = None
+    """How many frames of the script are around it."""
+
+
+def running(
+    stack: list[FrameType], heads_in: Callable[[str], frozenset[int]], loaders: Loaders
+) -> Iterator[Running]:
+    """Yield each namespace of the running frames, and of the modules.
+
+    `heads_in`: returns where the loops of a namespace are, by its key.
+    """
+    tops = {id(one.f_globals): one for one in stack if not frames.is_function(one)}
+    held = [(f"module:{name}", module) for name, module in modules(stack)]
+    functions = [
+        (key_of(one, number), number, one) for number, one in enumerate(stack) if frames.is_function(one)
+    ]
+    keys = [key for key, module in held if id(module) in tops] + [key for key, _, _ in functions]
+    inner = next((key for key in reversed(keys) if heads_in(key)), "")
+    for key, number, one in functions:
+        yield of_function(key, one, heads_in(key), is_inner=key == inner)._replace(number=number)
+    for key, module in held:
+        top = tops.get(id(module))
+        live_at_top = _live(top, heads_in(key), is_inner=key == inner) if top else None
+        of_module = _of_module(key, module, top, live_at_top, stack)
+        yield Running(of_module, id(module), top and top.f_lasti, None)
+    for loader, objects in loaders.items():
+        yield Running(of_objects(f"loader:{loader}", objects), 0, None, None)
+
+
+def key_of(frame: FrameType, number: int) -> str:
+    """Return the key of a function that is running."""
+    return f"frame:{number}:{frames.name_of(frame)}"
+
+
+def of_function(key: str, frame: FrameType, heads: frozenset[int], *, is_inner: bool) -> Running:
+    """Return the variables of a function."""
+    live = _live(frame, heads, is_inner=is_inner)
+    return Running(_of_frame(key, frame, live), id(frame), frame.f_lasti, frame.f_code)
+
+
+def _live(frame: FrameType, heads: frozenset[int], *, is_inner: bool) -> frozenset[str]:
+    """Return the variables that a resume may read: it begins at the head of the inner loop.
+
+    The functions around that loop go on where they have called it.
+    """
+    here = bytecode.live_before(frame.f_code)
+    at_heads = frozenset[str]().union(*(here.get(at, ()) for at in heads))
+    return at_heads if is_inner else at_heads | bytecode.live_after(frame.f_code, frame.f_lasti)
+
+
+def _of_frame(key: str, frame: FrameType, live: frozenset[str]) -> Namespace:
+    code = frame.f_code
+    inner = {*code.co_cellvars, *code.co_freevars, *frames.code_names(frame)}
+    may_bind = bytecode.assigned_in_loops(code)
+    return Namespace(
+        key, _kept(frames.variables(frame)), live | inner, may_bind, lambda values: frames.bind(frame, values)
+    )
+
+
+def _of_module(
+    key: str,
+    held: dict[str, Any],
+    top: FrameType | None,
+    live: frozenset[str] | None,
+    stack: list[FrameType],
+) -> Namespace:
+    codes = {*codes_in(held), *(one.f_code for one in stack if one.f_globals is held)}
+    may_bind = frozenset().union(
+        *map(bytecode.assigned_globals, codes), *map(bytecode.assigned_inside, codes)
+    )
+    if top is not None:
+        may_bind |= bytecode.assigned_in_loops(top.f_code)
+        live = (live or frozenset()) | frozenset(frames.code_names(top)).union(
+            *(code.co_names for code in codes - {top.f_code})
+        )
+    return Namespace(key, _kept(dict(held)), live, may_bind, held.update)
+
+
+def of_objects(key: str, objects: Mapping[str, Any]) -> Namespace:
+    """Return objects that are found by themselves, and never bound to a name."""
+    return Namespace(key, dict(objects), frozenset(), frozenset(), lambda values: None)
+
+
+def _kept(variables: dict[str, Any]) -> dict[str, Any]:
+    """Return the variables that are the script's: not Python's, and no object of this package."""
+    return {
+        name: one
+        for name, one in variables.items()
+        if not (name.startswith("__") and name.endswith("__"))
+        and own.module_of(type(one)).partition(".")[0] != _PACKAGE
+    }
+
+
+def codes_in(held: Mapping[str, Any]) -> Iterator[CodeType]:
+    """Yield the code of the functions of a module, and of those of its classes."""
+    for one in [*held.values()]:
+        inside = own.namespace(one).values() if type(one) is type and own.is_own_class(one) else (one,)
+        for function in map(own.unwrapped, inside):
+            if type(function) is FunctionType:
+                yield function.__code__
+
+
+def modules(stack: list[FrameType]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the modules of the script with their variables, those of the frames first."""
+    found: dict[str, dict[str, Any]] = {}
+    for frame in stack:
+        if not any(one is frame.f_globals for one in found.values()):
+            # A script that runs another one by exec() has given it its own name.
+            name = str(frame.f_globals.get("__name__", ""))
+            found[f"{name}:{len(found)}" if name in found else name] = frame.f_globals
+    for name in _own_modules(len(sys.modules), next(reversed(sys.modules))):
+        if (module := sys.modules.get(name)) is not None:
+            found.setdefault(name, vars(module))
+    yield from found.items()
+
+
+@lru_cache(1)
+def _own_modules(count: int, last: str) -> list[str]:
+    """Return the names of the script's modules, as long as no other is imported."""
+    return [
+        name
+        for name, module in [*sys.modules.items()]
+        if type(module) is ModuleType and own.is_own_module(module) and module.__name__ == name
+    ]
