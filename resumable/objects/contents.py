@@ -170,7 +170,7 @@ def _of_array(value: Any) -> Hashable:
         return *shape, digest(kinds.flat(value).tolist())
     if (place := mapped(value)) is not None:
         return *shape, place
-    data: Any = np.ascontiguousarray(memory_of(kinds.flat(value))).view(np.uint8)
+    data: Any = np.ascontiguousarray(kinds.flat(memory_of(value))).view(np.uint8)
     return *shape, xxhash.xxh3_128_digest(data)
 
 

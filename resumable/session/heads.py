@@ -65,6 +65,11 @@ class Heads:
             self._tell(script.variables.renumber(name, loop, asked_by))
         return script is not None
 
+    def warn_of_place(self) -> None:
+        """Warn of a `save()` of the script where a resume cannot go on exactly."""
+        for text in script.variables.places() if (script := self._script()) else ():
+            self._training.once.warn(text)
+
     def _tell(self, problems: Sequence[str]) -> None:
         for problem in problems:
             self._training.once.warn(f"a variable of the script is not what it was saved as: {problem}")

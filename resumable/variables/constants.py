@@ -39,6 +39,6 @@ def digest_of(value: Any) -> str:
         data: Any = contents.memory_of(here)
         return f"{here.dtype} {[*here.shape]} {xxhash.xxh3_128_hexdigest(tensor_file.as_bytes(data))}"
     if isinstance(value, np.ndarray):
-        data = np.ascontiguousarray(contents.memory_of(kinds.flat(value))).view(np.uint8)
+        data = np.ascontiguousarray(kinds.flat(contents.memory_of(value))).view(np.uint8)
         return f"{value.dtype.str} {[*value.shape]} {xxhash.xxh3_128_hexdigest(data)}"
     return contents.digest([contents.state_of(value)]).hex()

@@ -30,24 +30,26 @@ class Running(NamedTuple):
 
 
 def running(
-    stack: list[FrameType], heads_in: Callable[[str], frozenset[int]], loaders: Loaders
+    stack: list[FrameType],
+    waiting: Mapping[str, FrameType],
+    heads_in: Callable[[str], frozenset[int]],
+    loaders: Loaders,
 ) -> Iterator[Running]:
-    """Yield each namespace of the running frames, and of the modules.
+    """Yield each namespace of the running frames, of generators that wait, and of the modules.
 
     `heads_in`: returns where the loops of a namespace are, by its key.
     """
     tops = {id(one.f_globals): one for one in stack if not frames.is_function(one)}
     held = [(f"module:{name}", module) for name, module in modules(stack)]
-    functions = [
-        (key_of(one, number), number, one) for number, one in enumerate(stack) if frames.is_function(one)
-    ]
-    keys = [key for key, module in held if id(module) in tops] + [key for key, _, _ in functions]
-    inner = next((key for key in reversed(keys) if heads_in(key)), "")
-    for key, number, one in functions:
-        yield of_function(key, one, heads_in(key), is_inner=key == inner)._replace(number=number)
+    for number, one in enumerate(stack):
+        if frames.is_function(one):
+            key = key_of(one, number)
+            yield _of_function(key, one, heads_in(key))._replace(number=number)
+    for key, one in waiting.items():
+        yield _of_function(key, one, heads_in(key))
     for key, module in held:
         top = tops.get(id(module))
-        live_at_top = _live(top, heads_in(key), is_inner=key == inner) if top else None
+        live_at_top = _live(top, heads_in(key)) if top else None
         of_module = _of_module(key, module, top, live_at_top, stack)
         yield Running(of_module, id(module), top and top.f_lasti, None)
     for loader, objects in loaders.items():
@@ -59,20 +61,14 @@ def key_of(frame: FrameType, number: int) -> str:
     return f"frame:{number}:{frames.name_of(frame)}"
 
 
-def of_function(key: str, frame: FrameType, heads: frozenset[int], *, is_inner: bool) -> Running:
-    """Return the variables of a function."""
-    live = _live(frame, heads, is_inner=is_inner)
-    return Running(_of_frame(key, frame, live), id(frame), frame.f_lasti, frame.f_code)
+def _of_function(key: str, frame: FrameType, heads: frozenset[int]) -> Running:
+    return Running(_of_frame(key, frame, _live(frame, heads)), id(frame), frame.f_lasti, frame.f_code)
 
 
-def _live(frame: FrameType, heads: frozenset[int], *, is_inner: bool) -> frozenset[str]:
-    """Return the variables that a resume may read: it begins at the head of the inner loop.
-
-    The functions around that loop go on where they have called it.
-    """
+def _live(frame: FrameType, heads: frozenset[int]) -> frozenset[str]:
+    """Return the variables that a resume may read: it goes on at a head, or where one was called."""
     here = bytecode.live_before(frame.f_code)
-    at_heads = frozenset[str]().union(*(here.get(at, ()) for at in heads))
-    return at_heads if is_inner else at_heads | bytecode.live_after(frame.f_code, frame.f_lasti)
+    return frozenset[str]().union(*(here.get(at, ()) for at in heads))
 
 
 def _of_frame(key: str, frame: FrameType, live: frozenset[str]) -> Namespace:

@@ -25,6 +25,16 @@ from .script import ahead, bytecode, enumerates, frames
 _STARTED = time.time()
 _ASKING = frozenset({"batches", "enumerate", "next"})
 """What code names that asks for batches."""
+_MAY_BE_LEFT = (
+    "this loop may be left by a break or a return behind save() in the same body: a resume from that "
+    "checkpoint does not know of it, and trains on. Decide at the top of a body, by a variable that was set "
+    "before save()."
+)
+_IN_INNER_LOOP = (
+    "save() is called in a loop inside of the body: a resume goes on behind that body, and leaves out what "
+    "is left of the inner loop. Call save() behind it."
+)
+_BEHIND_YIELD = "what it does behind the yield that hands a batch on: a resume leaves that out for this batch"
 
 
 class _Base(NamedTuple):
@@ -140,7 +150,11 @@ class Variables:
         look, rows, here = Look(self._owned(), self._known()), [], sys._getframe(1)
         stack = frames.own_frames(here)
         around = self._around(loops, here, stack)
-        there = [*self._running(stack), *self._sleeping(around.values())]
+        waiting = {key: one for some in around.values() for key, one in self._waiting(some)}
+        look.lost += [
+            (key.rpartition(":")[2], _BEHIND_YIELD) for key, one in waiting.items() if ahead.runs_behind(one)
+        ]
+        there = [*self._running(stack, waiting)]
         found = [
             one.namespace
             for one in there
@@ -160,7 +174,8 @@ class Variables:
         look.keep_constants(self._digests)
         self.lost = look.lost
         passes = {name: entries for name, one in self._passes.items() if (entries := one.changed(look))}
-        numbers = {name: [*map(enumerates.index_of, _numbering(one))] for name, one in around.items()}
+        numbered = {name: one for name, some in around.items() if (one := _numbering(some))}
+        numbers = {name: [*map(enumerates.index_of, one)] for name, one in numbered.items()}
         return {"namespaces": rows, "entries": look.entries, "passes": passes, "numbers": numbers}
 
     def _around(
@@ -177,13 +192,11 @@ class Variables:
             return {}
         return {name: enumerates.around(one, _asking(here, one)) for name, one in loops.items()}
 
-    def _sleeping(self, around: Iterable[Sequence[Any]]) -> Iterator[Running]:
-        """Yield the variables of the generators of the script that wait to be asked for a batch."""
-        for one in (one for some in around for one in some):
-            frame = one.gi_frame if type(one) is GeneratorType and not one.gi_running else None
-            for key, base in [*self._bases.items()]:
-                if frame is not None and base.frame == id(frame):
-                    yield running.of_function(key, frame, base.heads, is_inner=True)
+    def _waiting(self, around: Iterable[Any]) -> Iterator[tuple[str, FrameType]]:
+        """Yield the frames of the script's generators that wait to be asked for a batch, with their keys."""
+        held = [one for one in around if type(one) is GeneratorType and not one.gi_running]
+        for frame in (one.gi_frame for one in held if one.gi_frame):
+            yield from ((key, frame) for key, base in self._bases.items() if base.frame == id(frame))
 
     def renumber(self, loader: str, loop: Iterator[Any], asked_by: FrameType) -> list[str]:
         """Let each `enumerate` around a loop go on where it was; return what cannot."""
@@ -261,14 +274,32 @@ class Variables:
         """Whether batches may be asked for in the running body, in what is left of it."""
         stack = frames.own_frames(sys._getframe(1))
         codes = [code for _, held in running.modules(stack) for code in running.codes_in(held)]
-        keys = {id(module): f"module:{name}" for name, module in running.modules(stack)}
-        for number, frame in reversed([*enumerate(stack)]):
-            key = running.key_of(frame, number) if frames.is_function(frame) else keys[id(frame.f_globals)]
-            if ahead.may_name(frame, heads := self._heads_in(key), _ASKING, codes):
+        for frame, heads in self._innermost_first(stack):
+            if ahead.may_name(frame, heads, _ASKING, codes):
                 return True
             if heads:
                 return False
         return True
+
+    def places(self) -> Iterator[str]:
+        """Yield what a resume from where the script saves just now would do otherwise."""
+        stack = frames.own_frames(sys._getframe(1))
+        for frame, heads in self._innermost_first(stack):
+            code, at = frame.f_code, frame.f_lasti
+            if heads and ahead.may_leave(code, at, heads):
+                yield _MAY_BE_LEFT
+            if ahead.is_in_inner_loop(code, at, heads) if heads else bytecode.is_in_loop(code, at):
+                yield _IN_INNER_LOOP
+            if heads:
+                return
+
+    def _innermost_first(self, stack: list[FrameType]) -> Iterator[tuple[FrameType, frozenset[int]]]:
+        """Yield each frame with where its loops are that ask ours."""
+        keys = {id(module): f"module:{name}" for name, module in running.modules(stack)}
+        for number, frame in reversed([*enumerate(stack)]):
+            is_function = frames.is_function(frame)
+            key = running.key_of(frame, number) if is_function else keys[id(frame.f_globals)]
+            yield frame, bytecode.asking(frame.f_code, self._heads_in(key))
 
     def _of_loader(self, loader: str) -> Namespace:
         return running.of_objects(f"loader:{loader}", self._loaders().get(loader, {}))
@@ -294,8 +325,10 @@ class Variables:
     def _namespaces(self, stack: list[FrameType]) -> list[Namespace]:
         return [one.namespace for one in self._running(stack)]
 
-    def _running(self, stack: list[FrameType]) -> Iterator[Running]:
-        return running.running(stack, self._heads_in, self._loaders())
+    def _running(
+        self, stack: list[FrameType], waiting: Mapping[str, FrameType] = MappingProxyType({})
+    ) -> Iterator[Running]:
+        return running.running(stack, waiting, self._heads_in, self._loaders())
 
     def _heads_in(self, key: str) -> frozenset[int]:
         return self._bases[key].heads if key in self._bases else frozenset()

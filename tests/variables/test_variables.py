@@ -606,6 +606,68 @@ def test_a_save_behind_which_no_batch_can_be_asked_for_ends_the_epoch(
         assert (stops, *noted(forks, source, tmp_path / str(number), stops)) == (stops, expected, "")
 
 
+PLACES = """
+from carrying import run
+
+def handed(batches):
+    total = 0
+    for batch in batches:
+        total += batch
+        yield total
+        AFTER
+
+def keep():
+    run().save().wait()
+
+for epoch in epochs(2):
+    for total in handed(batches()):
+        note(total)
+        IN_BATCH
+    for name in 'ab':
+        IN_INNER
+    BEHIND
+"""
+
+
+@pytest.mark.parametrize(
+    ("where", "lines", "told"),
+    [
+        ("AFTER", "pass", ""),
+        ("AFTER", "total *= 2", "handed: what it does behind the yield that hands a batch on"),
+        ("IN_BATCH", "if total > 5: break", "may be left by a break or a return behind save()"),
+        ("IN_BATCH", "break", "was left right after save()"),
+        ("IN_BATCH", "if total > 5: continue", ""),
+        ("IN_INNER", "keep()", "save() is called in a loop inside of the body"),
+        ("BEHIND", "keep()", ""),
+        ("BEHIND", "[keep() for _ in range(2)]", "save() is called in a loop inside of the body"),
+    ],
+)
+def test_what_stands_behind_a_save_is_told_as_it_is_called(
+    where: str, lines: str, told: str, forks: Forks, tmp_path: Path
+) -> None:
+    is_in_batch = where in ("AFTER", "IN_BATCH")
+    script = PLACES.replace("IN_BATCH", "keep()\n        IN_BATCH" if is_in_batch else "IN_BATCH")
+    script = script.replace(where, lines)
+    for other in ("AFTER", "IN_BATCH", "IN_INNER", "BEHIND"):
+        script = script.replace(other, "pass")
+
+    found = noted(forks, script, tmp_path / "plain")[1]
+
+    assert told in found
+    assert bool(told) == bool(found)
+
+
+def test_the_variables_of_a_generator_that_waits_come_back(forks: Forks, tmp_path: Path) -> None:
+    script = PLACES.replace("IN_BATCH", "keep(); carrying.left == 1 and os._exit(143)")
+    for other in ("AFTER", "IN_INNER", "BEHIND"):
+        script = script.replace(other, "pass")
+    script = f"import carrying, os\n{script}"
+    expected, _ = noted(forks, script, tmp_path / "plain")
+
+    for number, stops in enumerate(([1, 1], [2, 1], [4, 1, 2])):
+        assert (stops, *noted(forks, script, tmp_path / str(number), stops)) == (stops, expected, "")
+
+
 NUMBERED = """
 from carrying import ended, run
 

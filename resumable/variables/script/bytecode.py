@@ -5,6 +5,7 @@ from __future__ import annotations
 import dis
 from collections.abc import Iterator
 from functools import lru_cache
+from itertools import pairwise
 from types import CodeType
 
 _READS = (
@@ -80,17 +81,24 @@ def ways(
                     yield number, at[entry.target]
 
 
-def live_after(code: CodeType, offset: int) -> frozenset[str]:
-    """Return the variables that may be read after an instruction before they are assigned."""
-    found = live_before(code)
-    return found[min(later)] if (later := [one for one in found if one > offset]) else frozenset()
-
-
 @lru_cache(1024)
 def loops(code: CodeType) -> tuple[tuple[int, int], ...]:
     """Return where each loop begins and ends."""
-    steps = [one for one in dis.get_instructions(code) if one.opcode in _JUMPS]
-    return tuple((one.argval, one.offset) for one in steps if one.argval <= one.offset)
+    steps, moved = [*dis.get_instructions(code)], dict[int, int]()
+    for one, after in zip(reversed(steps[:-1]), reversed(steps[1:]), strict=True):
+        if one.opname == "EXTENDED_ARG":
+            # A jump leads to the prefix of an instruction, and a frame is at the instruction itself.
+            moved[one.offset] = moved.get(after.offset, after.offset)
+    back = [one for one in steps if one.opcode in _JUMPS and one.argval <= one.offset]
+    return tuple((moved.get(one.argval, one.argval), one.offset) for one in back)
+
+
+@lru_cache(1024)
+def asking(code: CodeType, offsets: frozenset[int]) -> frozenset[int]:
+    """Return where loops ask for their items, if they make their iterators at some of these offsets."""
+    steps = [one for one in dis.get_instructions(code) if one.opname != "EXTENDED_ARG"]
+    made = {one.offset: after.offset for one, after in pairwise(steps) if one.opname == "GET_ITER"}
+    return frozenset(made.get(one, one) for one in offsets)
 
 
 def is_in_loop(code: CodeType, offset: int | None) -> bool:
