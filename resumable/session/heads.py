@@ -65,10 +65,20 @@ class Heads:
             self._tell(script.variables.renumber(name, loop, asked_by))
         return script is not None
 
-    def warn_of_place(self) -> None:
-        """Warn of a `save()` of the script where a resume cannot go on exactly."""
-        for text in script.variables.places() if (script := self._script()) else ():
+    def saving(self, *, is_called: bool) -> None:
+        """Note what may follow a save; warn of a `save()` where a resume cannot go on exactly."""
+        self.body_ended()
+        if not is_called or self._training.position.is_outside() or (script := self._script()) is None:
+            return
+        for text in script.variables.places():
             self._training.once.warn(text)
+        script.is_still = script.variables.is_last_in_body()
+        self._training.position.ends_without_batches(script.variables.may_ask_again)
+
+    def body_ended(self) -> None:
+        """Note that the script goes on."""
+        if self._training.script:
+            self._training.script.is_still = False
 
     def _tell(self, problems: Sequence[str]) -> None:
         for problem in problems:

@@ -183,7 +183,11 @@ class Loops:
         # Checked inline: a call at every batch costs time, and there is rarely trouble or a save.
         if self._training.crew.ranks.trouble:
             self._training.crew.ranks.refuse_trouble()
-        return self._saving.late.save is not None and bool(self._saving.late.find())
+        if self._saving.late.save is None:
+            return False
+        changed = self._saving.late.find()
+        self._session.heads.body_ended()
+        return bool(changed)
 
     def _at_boundary(self, has_changed: bool, end: End) -> None:
         """Save, or save and leave, if it is time to."""

@@ -245,9 +245,7 @@ class Session:
         self.training.meet()
         self.steps.look_at_others()
         self.warnings.look_at_variables()
-        if why == "called" and self.training.script:
-            self.heads.warn_of_place()
-            self.training.position.ends_without_batches(self.training.script.variables.may_ask_again)
+        self.heads.saving(is_called=why == "called")
         # What follows a save at an epoch's end is the next epoch, as after a save by itself.
         has_ended = why != "called" or self.training.position.boundary() is Boundary.EPOCH
         with self.training.parts.where_a_body_ended(has_ended):

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from ..files import sharded_tensor
 
@@ -47,6 +48,8 @@ class Owned:
 
 
 def _memory(tensor: torch.Tensor) -> int:
+    if is_lazy(tensor):
+        return 0
     here = sharded_tensor.local(tensor)
     if here.layout is not torch.strided or here.is_meta:
         return 0

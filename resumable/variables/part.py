@@ -36,6 +36,9 @@ class ScriptPart(Part):
         self._parts: Parts | None = None
         self._shared: Sequence[Sequence[str]] = ()
         """The tensors of optimizers that were one, by their names, in the checkpoint."""
+        self._last: dict[str, Any] = {}
+        self.is_still = False
+        """Whether nothing of the script runs until the body ends: it is as the last look says."""
         self.variables = Variables(self._owned, self._loaders)
 
     def bind(self, parts: Parts) -> None:
@@ -59,7 +62,11 @@ class ScriptPart(Part):
 
     def collect(self) -> dict[str, Any]:
         """Return what has changed since the loop began."""
-        return {self.stem: {**self.variables.look(self._loops()), "shared": [*self._found_shared()]}}
+        if not (self.is_still and self._last):
+            found = self.variables.look(self._loops()) | {"shared": [*self._found_shared()]}
+            self._last = {self.stem: found} if self.is_still else {}
+            return {self.stem: found}
+        return self._last
 
     def _loops(self) -> dict[str, Loop]:
         """Return the loops over batches that are in their middle, by their loaders."""

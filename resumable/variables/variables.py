@@ -152,7 +152,9 @@ class Variables:
         around = self._around(loops, here, stack)
         waiting = {key: one for some in around.values() for key, one in self._waiting(some)}
         look.lost += [
-            (key.rpartition(":")[2], _BEHIND_YIELD) for key, one in waiting.items() if ahead.runs_behind(one)
+            (key.rpartition(":")[2], _BEHIND_YIELD)
+            for key, one in waiting.items()
+            if ahead.runs_behind(one, bytecode.asking(one.f_code, self._heads_in(key)))
         ]
         there = [*self._running(stack, waiting)]
         found = [
@@ -292,6 +294,15 @@ class Variables:
                 yield _IN_INNER_LOOP
             if heads:
                 return
+
+    def is_last_in_body(self) -> bool:
+        """Whether the script has nothing to do in the running body any more."""
+        for frame, heads in self._innermost_first(frames.own_frames(sys._getframe(1))):
+            if ahead.runs_behind(frame, heads):
+                return False
+            if heads:
+                return True
+        return False
 
     def _innermost_first(self, stack: list[FrameType]) -> Iterator[tuple[FrameType, frozenset[int]]]:
         """Yield each frame with where its loops are that ask ours."""

@@ -9,6 +9,8 @@ from types import CodeType, FrameType
 
 from . import bytecode
 
+_NOTHING = ("RESUME", "POP_TOP", "EXTENDED_ARG", "CACHE", "NOP", "JUMP_", "LOAD_CONST", "RETURN_")
+
 
 def may_name(
     frame: FrameType, heads: Collection[int], names: frozenset[str], codes: Iterable[CodeType]
@@ -84,12 +86,7 @@ def _around(code: CodeType, offset: int, heads: frozenset[int]) -> list[tuple[in
     return sorted(((begin, end) for begin, end in found.items() if begin <= offset <= end), reverse=True)
 
 
-def runs_behind(frame: FrameType) -> bool:
-    """Whether a generator that waits behind its `yield` has more to do than to ask for the next item."""
-    for one in dis.get_instructions(frame.f_code):
-        if one.offset > frame.f_lasti and one.opname not in _NOTHING:
-            return not one.opname.startswith("JUMP_")
-    return False
-
-
-_NOTHING = ("RESUME", "POP_TOP", "EXTENDED_ARG", "CACHE", "NOP")
+def runs_behind(frame: FrameType, heads: frozenset[int] = frozenset()) -> bool:
+    """Whether a frame does anything before it comes to the head of a loop, or returns."""
+    steps = _steps(frame.f_code, frame.f_lasti, heads, with_errors=False)
+    return any(one.offset not in heads and not one.opname.startswith(_NOTHING) for one in steps)
