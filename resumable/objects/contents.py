@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 import xxhash
-from torch.nn.parameter import is_lazy
 
 from ..files import fingerprint, sharded_tensor, tensor_file
 from . import kinds, slots
@@ -198,8 +197,6 @@ def memory_of(value: T) -> T:
 
 
 def _of_tensor(value: Any) -> Hashable:
-    if is_lazy(value):
-        return id(type(value)), id(value)
     with torch._C.DisableTorchFunctionSubclass():
         return id(type(value)), value.requires_grad, *digest_of_tensor(sharded_tensor.local(value).detach())
 

@@ -71,6 +71,8 @@ _BY_TYPE: dict[type, Kind] = {
 _BY_ID = {id(of): kind for of, kind in _BY_TYPE.items()}
 """By the identity of the class: a metaclass may have a hash of its own."""
 _BY_BASE: tuple[tuple[type, Kind], ...] = (
+    # It has no shape yet.
+    (torch.nn.parameter.UninitializedTensorMixin, "library"),
     (torch.Tensor, "tensor"),
     (torch.nn.Module, "network"),
     (np.generic, "atom"),
@@ -228,6 +230,10 @@ def _of_network(value: Any) -> Iterator[tuple[Step, Any]]:
 
 def _of_function(value: Any) -> Iterator[tuple[Step, Any]]:
     if own.is_packages(value.__code__):
+        return
+    if own.is_torchs(value.__code__):
+        # It keeps what it was given, such as a function that it decorates.
+        yield from _named({name: one for name, one in vars(value).items() if name == "__wrapped__"})
         return
     for name, one in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
         try:

@@ -16,7 +16,7 @@ import torch
 
 T = TypeVar("T")
 _PACKAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
-_INSTALLED = ("site-packages", "dist-packages")
+_INSTALLED = tuple(f"{os.sep}{one}{os.sep}" for one in ("site-packages", "dist-packages"))
 
 
 def is_own_code(code: CodeType) -> bool:
@@ -27,6 +27,11 @@ def is_own_code(code: CodeType) -> bool:
 def is_packages(code: CodeType) -> bool:
     """Whether code is this package's."""
     return code.co_filename.startswith(_PACKAGE)
+
+
+def is_torchs(code: CodeType) -> bool:
+    """Whether code is PyTorch's."""
+    return code.co_filename.startswith(_libraries()[1])
 
 
 def is_own_module(module: ModuleType | None) -> bool:
@@ -84,9 +89,10 @@ def unwrapped(value: Any) -> Any:
 def _is_own_file(file: str) -> bool:
     if file.startswith("<"):
         return not file.startswith(("<frozen", "<__array_function__", "<attrs", "<eval_with_key>"))
-    path = os.path.abspath(file)
-    parts = path.split(os.sep)
-    return not any(one in parts for one in _INSTALLED) and not path.startswith(_libraries())
+    if any(one in file for one in _INSTALLED) or file.startswith(_libraries()):
+        # Most files are: to make two thousand paths absolute takes long.
+        return False
+    return not os.path.abspath(file).startswith(_libraries())
 
 
 @functools.lru_cache(1)

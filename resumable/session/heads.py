@@ -72,13 +72,13 @@ class Heads:
             return
         for text in script.variables.places():
             self._training.once.warn(text)
-        script.is_still = script.variables.is_last_in_body()
+        script.expect(is_still=script.variables.is_last_in_body())
         self._training.position.ends_without_batches(script.variables.may_ask_again)
 
     def body_ended(self) -> None:
         """Note that the script goes on."""
         if self._training.script:
-            self._training.script.is_still = False
+            self._training.script.expect(is_still=False)
 
     def _tell(self, problems: Sequence[str]) -> None:
         for problem in problems:

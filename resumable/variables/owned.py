@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -10,14 +11,21 @@ from torch.nn.parameter import is_lazy
 
 from ..files import sharded_tensor
 
+Loaders = Mapping[str, Mapping[str, Any]]
+
 
 class Owned:
     """The objects that are restored by something else, each with a name."""
 
     def __init__(
-        self, named: Iterable[tuple[str, Any]] = (), covered: Iterable[tuple[Any, Collection[str]]] = ()
+        self,
+        named: Iterable[tuple[str, Any]] = (),
+        covered: Iterable[tuple[Any, Collection[str]]] = (),
+        loaders: Loaders = MappingProxyType({}),
     ) -> None:
         """`covered`: objects of which only some attributes are restored by something else."""
+        self.loaders = loaders
+        """Behind each loader the objects that a script may change, by the loader's name."""
         self._covered = {id(value): (value, names) for value, names in covered}
         self._names: dict[int, str] = {}
         self._objects: dict[str, Any] = {}

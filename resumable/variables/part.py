@@ -15,9 +15,8 @@ from ..parts.other_parts import GeneratorPart, StatefulPart
 from ..parts.part import Difference, Part, Saved, same_device
 from ..parts.parts import Parts
 from ..position.batch_loop import Loop
-from . import checking
+from . import checking, passes
 from .owned import Owned
-from .passes import Loaders, objects_of, owned_by
 from .variables import Variables
 
 _GROUPS = ("param_groups", "state", "defaults")
@@ -36,10 +35,10 @@ class ScriptPart(Part):
         self._parts: Parts | None = None
         self._shared: Sequence[Sequence[str]] = ()
         """The tensors of optimizers that were one, by their names, in the checkpoint."""
-        self._last: dict[str, Any] = {}
-        self.is_still = False
-        """Whether nothing of the script runs until the body ends: it is as the last look says."""
-        self.variables = Variables(self._owned, self._loaders)
+        self._last: dict[str, Any] | None = None
+        """What the next look finds, where nothing of the script runs before the body ends."""
+        self._is_still = False
+        self.variables = Variables(self._owned)
 
     def bind(self, parts: Parts) -> None:
         """Know what the other parts restore."""
@@ -51,22 +50,26 @@ class ScriptPart(Part):
         streams = self._parts.position.streams
         generators = streams.read() if any(map(_may_draw, self._parts.all)) else None
         try:
-            return Owned(_owned_by(self._parts), _covered_by(self._parts))
+            loaders = self._parts.position.loaders
+            behind = {name: passes.behind(name, at.source.loader) for name, at in loaders.items()}
+            others = [one for _, some in behind.values() for one in some]
+            changed = {name: some for name, (some, _) in behind.items()}
+            return Owned([*_owned_by(self._parts), *others], _covered_by(self._parts), changed)
         finally:
             if generators is not None:
                 streams.write(generators)
 
-    def _loaders(self) -> Loaders:
-        found = self._parts.position.loaders if self._parts else {}
-        return {name: objects_of(name, at.source.loader) for name, at in found.items()}
-
     def collect(self) -> dict[str, Any]:
         """Return what has changed since the loop began."""
-        if not (self.is_still and self._last):
-            found = self.variables.look(self._loops()) | {"shared": [*self._found_shared()]}
-            self._last = {self.stem: found} if self.is_still else {}
-            return {self.stem: found}
-        return self._last
+        if self._last is not None:
+            return self._last
+        found = {self.stem: self.variables.look(self._loops()) | {"shared": [*self._found_shared()]}}
+        self._last = found if self._is_still else None
+        return found
+
+    def expect(self, *, is_still: bool) -> None:
+        """Know whether the script does nothing from now on until the body ends."""
+        self._is_still, self._last = is_still, None
 
     def _loops(self) -> dict[str, Loop]:
         """Return the loops over batches that are in their middle, by their loaders."""
@@ -142,8 +145,6 @@ def _owned_by(parts: Parts) -> Iterator[tuple[str, Any]]:
                     yield str(node), node.value
         elif isinstance(part, GeneratorPart):
             yield part.name, part.live
-    for name, at in parts.position.loaders.items():
-        yield from owned_by(name, at.source.loader)
 
 
 def _covered_by(parts: Parts) -> Iterator[tuple[Any, Collection[str]]]:

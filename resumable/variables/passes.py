@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +17,6 @@ from .looks import Entry, Look, Namespace
 from .owned import Owned
 from .putting import Putting
 
-Loaders = Mapping[str, Mapping[str, Any]]
 _INSIDE = ("object", "library")
 _CALLED = ("object", "function", "partial", "method")
 _SAMPLERS = ("torch.utils.data.sampler", "torch.utils.data.distributed")
@@ -83,36 +82,26 @@ def _copied(entry: Entry) -> Entry:
     return {**entry, "tensor": entry["tensor"].clone()} if "tensor" in entry else entry
 
 
-def objects_of(name: str, loader: Any) -> dict[str, Any]:
-    """Return the objects behind a loader that a script can change: its own, and the samplers of torch."""
-    return {where: one for where, one, kind in _reached(name, loader) if _is_changed(one, kind)}
+def behind(name: str, loader: Any) -> tuple[dict[str, Any], list[tuple[str, Any]]]:
+    """Return the objects behind a loader that a script can change: its own, and the samplers of torch.
 
-
-def owned_by(name: str, loader: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what else is behind a loader: its place restores it, or it is too large to be looked at."""
-    for where, one, kind in _reached(name, loader):
+    Return the others, too, with their names: the place of the loader restores them, or they are too large.
+    """
+    changed, owned = dict[str, Any](), list[tuple[str, Any]]()
+    for node in walks.walk([(Step("", name), loader)], lambda one: one.kind not in _INSIDE):
+        where, one, kind = str(node), node.value, node.kind
         if (
             isinstance(one, DataLoader)
-            or (kind in _CONTAINERS and _is_large(one, kind))
             or kind == "generator"
+            or (kind in _CONTAINERS and _is_large(one, kind))
         ):
-            yield where, one
+            owned.append((where, one))
         elif kind == "object" and _is_stateful(one):
-            for node in walks.walk([(Step("", where), one)]):
-                if node.kind in {*_CONTAINERS, "object"}:
-                    yield str(node), node.value
-
-
-def _reached(name: str, loader: Any) -> Iterator[tuple[str, Any, str]]:
-    for node in walks.walk([(Step("", name), loader)], lambda one: one.kind not in _INSIDE):
-        yield str(node), node.value, node.kind
-
-
-def _is_changed(value: Any, kind: str) -> bool:
-    if isinstance(value, DataLoader) or (kind == "object" and _is_stateful(value)):
-        return False
-    is_sampler = kind == "library" and own.module_of(type(value)).startswith(_SAMPLERS)
-    return is_sampler or kind in _CALLED
+            inside = walks.walk([(Step("", where), one)])
+            owned += [(str(it), it.value) for it in inside if it.kind in {*_CONTAINERS, "object"}]
+        elif kind in _CALLED or (kind == "library" and own.module_of(type(one)).startswith(_SAMPLERS)):
+            changed[where] = one
+    return changed, owned
 
 
 def _is_stateful(value: Any) -> bool:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from ..objects import own
 from .looks import Namespace
-from .passes import Loaders
+from .owned import Loaders
 from .script import bytecode, frames
 
 _PACKAGE = __name__.partition(".")[0]

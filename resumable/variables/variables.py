@@ -17,7 +17,7 @@ from . import running, signs
 from .holds import Hold
 from .looks import Look, Namespace
 from .owned import Owned
-from .passes import Loaders, Pass
+from .passes import Pass
 from .putting import Putting
 from .running import Running
 from .script import ahead, bytecode, enumerates, frames
@@ -71,9 +71,8 @@ class _Head(NamedTuple):
 class Variables:
     """What the loops of ours change in the variables of the script."""
 
-    def __init__(self, owned: Callable[[], Owned] = Owned, loaders: Callable[[], Loaders] = dict) -> None:
-        """`loaders`: returns the objects behind each loader that are looked at, by the loader's name."""
-        self._owned, self._loaders = owned, loaders
+    def __init__(self, owned: Callable[[], Owned] = Owned) -> None:
+        self._owned = owned
         self._passes: dict[str, Pass] = {}
         """Of each loader the pass that began last."""
         self._bases: dict[str, _Base] = {}
@@ -97,16 +96,17 @@ class Variables:
         what cannot be put back.
         """
         stack = frames.own_frames(sys._getframe(1))
-        self._begin(stack)
+        owned = self._owned()
+        self._begin(stack, owned)
         if is_due and self._putting is not None:
-            return self._put_back(self._putting, stack)
+            return self._put_back(self._putting, stack, owned)
         self._putting = self._hold = None
         self._numbers = {}
         return [], []
 
     @no_garbage_collection()
-    def _begin(self, stack: list[FrameType]) -> None:
-        owned, found, is_first = self._owned(), [*self._running(stack)], not self._bases
+    def _begin(self, stack: list[FrameType], owned: Owned) -> None:
+        found, is_first = [*self._running(stack, owned)], not self._bases
         here = {one.namespace.key for one in found}
         # A function that is not running any more has ended, unless it is a generator.
         for key, one in [*self._bases.items()]:
@@ -147,7 +147,8 @@ class Variables:
         """
         if not self._bases:
             return {"namespaces": [], "entries": []}
-        look, rows, here = Look(self._owned(), self._known()), [], sys._getframe(1)
+        owned, rows, here = self._owned(), [], sys._getframe(1)
+        look = Look(owned, self._known())
         stack = frames.own_frames(here)
         around = self._around(loops, here, stack)
         waiting = {key: one for some in around.values() for key, one in self._waiting(some)}
@@ -156,7 +157,7 @@ class Variables:
             for key, one in waiting.items()
             if ahead.runs_behind(one, bytecode.asking(one.f_code, self._heads_in(key)))
         ]
-        there = [*self._running(stack, waiting)]
+        there = [*self._running(stack, owned, waiting)]
         found = [
             one.namespace
             for one in there
@@ -256,18 +257,19 @@ class Variables:
 
     def pass_begins(self, loader: str) -> None:
         """Note with what a pass over a loader begins."""
-        namespace = self._of_loader(loader)
-        self._passes[loader] = Pass.begun(namespace, self._owned(), self._known())
+        owned = self._owned()
+        self._passes[loader] = Pass.begun(_of_loader(loader, owned), owned, self._known())
 
     def pass_goes_on(self, loader: str) -> tuple[Callable[[], object], list[str]]:
         """Put what is behind a loader back as its pass began, since the order is drawn from it again.
 
         Return a function that puts it back as it is now, and what cannot be put back.
         """
-        namespace, owned = self._of_loader(loader), self._owned()
+        owned = self._owned()
+        namespace = _of_loader(loader, owned)
         hold, problems = Hold([namespace], owned), list[str]()
         if (begun := self._passes.get(loader)) is not None:
-            namespaces = self._namespaces(frames.own_frames(sys._getframe(1)))
+            namespaces = self._namespaces(frames.own_frames(sys._getframe(1)), owned)
             problems = begun.put_back(namespaces, owned)
         self._passes[loader] = Pass.begun(namespace, owned, self._known())
         return partial(hold.put_back, [], ()), problems
@@ -312,34 +314,33 @@ class Variables:
             key = running.key_of(frame, number) if is_function else keys[id(frame.f_globals)]
             yield frame, bytecode.asking(frame.f_code, self._heads_in(key))
 
-    def _of_loader(self, loader: str) -> Namespace:
-        return running.of_objects(f"loader:{loader}", self._loaders().get(loader, {}))
-
     @no_garbage_collection()
-    def _put_back(self, putting: Putting, stack: list[FrameType]) -> tuple[list[str], list[str]]:
-        owned, namespaces = self._owned(), self._namespaces(stack)
+    def _put_back(
+        self, putting: Putting, stack: list[FrameType], owned: Owned
+    ) -> tuple[list[str], list[str]]:
+        namespaces = self._namespaces(stack, owned)
         if self._hold is not None:
             self._hold.put_back(namespaces, putting.lacking())
-            namespaces = self._namespaces(stack)
+            namespaces = self._namespaces(stack, owned)
         for begun in self._passes.values():
             begun.find(namespaces, owned)
         names = putting.put(namespaces, owned)
         if self._hold is None:
             # As they are now, with what was bound.
-            self._hold = Hold(self._namespaces(stack), owned)
+            self._hold = Hold(self._namespaces(stack, owned), owned)
         self._restored |= putting.bound
         return names, putting.problems
 
     def _known(self) -> dict[int, Met]:
         return {at: met for base in self._bases.values() for at, met in base.met.items()}
 
-    def _namespaces(self, stack: list[FrameType]) -> list[Namespace]:
-        return [one.namespace for one in self._running(stack)]
+    def _namespaces(self, stack: list[FrameType], owned: Owned) -> list[Namespace]:
+        return [one.namespace for one in self._running(stack, owned)]
 
     def _running(
-        self, stack: list[FrameType], waiting: Mapping[str, FrameType] = MappingProxyType({})
+        self, stack: list[FrameType], owned: Owned, waiting: Mapping[str, FrameType] = MappingProxyType({})
     ) -> Iterator[Running]:
-        return running.running(stack, waiting, self._heads_in, self._loaders())
+        return running.running(stack, waiting, self._heads_in, owned.loaders)
 
     def _heads_in(self, key: str) -> frozenset[int]:
         return self._bases[key].heads if key in self._bases else frozenset()
@@ -354,6 +355,10 @@ def _asking(here: FrameType | None, loop: Iterator[Any]) -> FrameType | None:
     while here is not None and here.f_code is not type(loop).__next__.__code__:
         here = here.f_back
     return here and here.f_back
+
+
+def _of_loader(loader: str, owned: Owned) -> Namespace:
+    return running.of_objects(f"loader:{loader}", owned.loaders.get(loader, {}))
 
 
 def _insides(namespaces: Iterable[Namespace]) -> dict[int, Content]:

@@ -606,6 +606,32 @@ def test_a_save_behind_which_no_batch_can_be_asked_for_ends_the_epoch(
         assert (stops, *noted(forks, source, tmp_path / str(number), stops)) == (stops, expected, "")
 
 
+SAVED_LAST = """
+import carrying, os
+from carrying import run
+total, seen = 0, []
+for epoch in epochs(4):
+    for batch in batches():
+        total += batch
+        if batch == 4:
+            run().save()
+    seen.append(total)
+    note(total, seen)
+    if carrying.left == 1 and epoch % 2:
+        run().save().wait()
+        os._exit(143)
+    run().save(total=total)
+"""
+
+
+@pytest.mark.proves("exact")
+def test_each_save_that_is_the_last_of_its_body_has_what_is_there_then(forks: Forks, tmp_path: Path) -> None:
+    expected, _ = noted(forks, SAVED_LAST, tmp_path / "plain")
+
+    for number, stops in enumerate(([8, 1], [4, 4], [5, 3], [1, 3, 8])):
+        assert noted(forks, SAVED_LAST, tmp_path / str(number), stops) == (expected, ""), stops
+
+
 PLACES = """
 from carrying import run
 
