@@ -71,8 +71,9 @@ _BY_TYPE: dict[type, Kind] = {
 _BY_ID = {id(of): kind for of, kind in _BY_TYPE.items()}
 """By the identity of the class: a metaclass may have a hash of its own."""
 _BY_BASE: tuple[tuple[type, Kind], ...] = (
-    # It has no shape yet.
-    (torch.nn.parameter.UninitializedTensorMixin, "library"),
+    # They have no shape yet.
+    (torch.nn.UninitializedParameter, "library"),
+    (torch.nn.UninitializedBuffer, "library"),
     (torch.Tensor, "tensor"),
     (torch.nn.Module, "network"),
     (np.generic, "atom"),
