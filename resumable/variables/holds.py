@@ -147,7 +147,8 @@ def _array(value: Any) -> Callable[[], object] | None:
 
 
 def _tensor(value: Any) -> Callable[[], object] | None:
-    if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.nbytes > _LARGEST or value.is_meta:
+    is_plain = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided
+    if not is_plain or value.nbytes > _LARGEST or value.is_meta:
         return None
     copy, requires_grad = value.detach().clone(), value.requires_grad
 

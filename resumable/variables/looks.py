@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import random
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -133,7 +134,11 @@ class Look:
             digests.setdefault(id(value), "")
             digests[id(value)] = digests[id(value)] or constants.digest_of(value)
             size += constants.size_of(value)
-            stored = _WRITERS[node.kind](self, value, None, str(node)) if size <= constants.LARGEST else None
+            stored = None
+            if size <= constants.LARGEST:
+                # That of some class may be none that can be stored.
+                with contextlib.suppress(Hole):
+                    stored = _WRITERS[node.kind](self, value, None, str(node))
             entry["constant"] = [digests[id(value)], stored]
 
     def _is_foreign(self, node: Node) -> bool:
@@ -344,7 +349,8 @@ def _tensor(look: Look, value: Any, before: Content | None, where: str) -> Entry
     is_parameter = isinstance(value, torch.nn.Parameter)
     if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.is_meta:
         raise Hole(f"a {type(value).__name__}")
-    if contents.memory_of(value.detach()).nbytes < value.nbytes > _LARGEST_EXPANDED:
+    is_dense = value.layout is torch.strided
+    if is_dense and contents.memory_of(value.detach()).nbytes < value.nbytes > _LARGEST_EXPANDED:
         raise Hole("a tensor that repeats its elements, and is far larger than its memory")
     return {
         "tensor": value.detach(),

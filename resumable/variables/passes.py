@@ -99,6 +99,8 @@ def behind(name: str, loader: Any) -> tuple[dict[str, Any], list[tuple[str, Any]
         elif kind == "object" and _is_stateful(one):
             inside = walks.walk([(Step("", where), one)])
             owned += [(str(it), it.value) for it in inside if it.kind in {*_CONTAINERS, "object"}]
+        elif kind == "function" and not own.is_own_code(one.__code__):
+            continue
         elif kind in _CALLED or (kind == "library" and own.module_of(type(one)).startswith(_SAMPLERS)):
             changed[where] = one
     return changed, owned
