@@ -109,7 +109,7 @@ def check(given: Mapping[str, Any]) -> Options:
         override=patterns("override", given["override"]),
         rename=rename(given["rename"]),
         expect=given["expect"],
-        variables=os.environ.get("RESUMABLE_VARIABLES", str(int(given["variables"]))) != "0",
+        variables=bool(given["variables"]) and os.environ.get("RESUMABLE_VARIABLES") != "0",
     )
 
 

@@ -101,7 +101,7 @@ class RunState(Generic[B]):
         ranks: Ranks | None = None,
         trace: str | os.PathLike[str] | Trace | None = None,
         sample_seeds: bool = False,
-        variables: bool = False,
+        variables: bool = True,
         progress: bool | None = None,
         quiet: bool = False,
     ) -> RunState[B]:

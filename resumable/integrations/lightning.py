@@ -102,7 +102,7 @@ class Resumable(_Callback):
             loader=loader,
             extra={**self._extra, "lightning": loops, "logged": loops.logged},
             preempt=self._preempt,
-            **self._options,
+            **{"variables": False, **self._options},
         )
 
     def _follow(self, trainer: Any, state: RunState, run: Callable[[], None], loops: Loops) -> None:

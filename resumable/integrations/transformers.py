@@ -135,7 +135,7 @@ class _Resumed:
         return (self.progress.epochs_done if self._skips else epochs), 0
 
     def _load(self) -> RunState:
-        trainer, options = self._trainer, dict(self._options)
+        trainer, options = self._trainer, {"variables": False, **self._options}
         extra = {"trainer": self.progress, "trainer_counters": Counters(self.progress)}
         extra |= _reference(trainer) | (options.pop("extra", None) or {})
         if trainer.args.world_size > 1:
