@@ -22,6 +22,7 @@ from .position.prefetching import Through
 from .run import markup
 from .run.directory import Run
 from .saving.writer import PendingSave
+from .session import places
 from .session.going_back import GoingBack
 from .session.loops import Loops
 from .session.observer import Unregistered, audit
@@ -155,7 +156,6 @@ class RunState(Generic[B]):
     @property
     def resumed(self) -> bool:
         """Whether this training was resumed from a checkpoint."""
-        self._position.before_loop.was_read(may_begin_loop=False)
         return self._session.has_resumed
 
     @property
@@ -365,7 +365,7 @@ class RunState(Generic[B]):
         """
         session = self._session
         session.refuse_closed()
-        session.warnings.look_at_place(metrics)
+        places.warn(session.training)
         handle = session.save("called", metrics)
         if session.trace:
             session.trace.saved(self._position.metrics)

@@ -69,9 +69,6 @@ class Training(NamedTuple):
         watch = Watch(parts)
         position.watch_parts(
             watch.gradients,
-            # With the script's variables the parts are put back, too.
-            None if script else watch.changed_models,
-            None if script else watch.changed_settings,
             watch.hold_settings,
             watch.hold_gradients,
         )

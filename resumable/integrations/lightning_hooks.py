@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from copy import copy
 from typing import Any
 
-from ..position.script import unsaved_weights
 from . import lightning_trainer as inside
 
 _PACKAGES = ("lightning", "pytorch_lightning")
@@ -19,9 +18,6 @@ class Hooks:
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        module = trainer.lightning_module
-        if type(module).on_save_checkpoint.__module__.partition(".")[0] not in _PACKAGES:
-            unsaved_weights.saves_itself(module)
 
     def collect(self) -> dict[str, Any]:
         """Return what the hooks return, and what they add to a checkpoint of Lightning."""

@@ -199,15 +199,14 @@ class LoaderSource(EpochReader):
     def outgrown(
         self,
         keeps: Callable[[Any], bool],
-        is_needed: Callable[[str], bool],
         *,
         is_under_way: bool,
         are_restored: bool,
     ) -> str | None:
         """Return a warning of changes to the dataset, sampler or collate_fn that a resume would lose.
 
-        `keeps`: whether an object is saved with the training; `is_needed`: whether something may
-        depend on an attribute of this name; `are_restored`: whether the objects of this process are.
+        `keeps`: whether an object is saved with the training; `are_restored`: whether the objects of
+        this process are.
         """
         if torchdata.was_asked_for_its_state(self.loader):
             return _BEGUN.format(type(self.loader).__name__)
@@ -216,7 +215,7 @@ class LoaderSource(EpochReader):
             outgrown = self._dataset_length.outgrown(keeps, is_under_way=is_under_way)
         here = {"sampler"} if self.loader.num_workers else {"sampler", "dataset", "collate_fn"}
         restored = here if are_restored else ()
-        return outgrown or self._counters.new(self._order.counters, keeps, is_needed, restored)
+        return outgrown or self._counters.new(self._order.counters, keeps, restored)
 
     # The state in a checkpoint.
 

@@ -16,10 +16,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..errors import CannotStore, UsageError
 from ..files.strict_json import Json
 from ..loaders import loader_changes
-from ..loaders.generators import rng, search, sharded_rng
+from ..loaders.generators import rng, sharded_rng
 from ..loaders.loader_source import LoaderSource
 from ..position.loader_position import LoaderPosition
-from ..position.script import kept_attributes
 from .models import ModulePart
 from .optimizers import OptimizerPart
 from .part import Difference, Part, Saved, kind_of, plain, same_device
@@ -308,13 +307,8 @@ class LoaderPart(PositionPart):
         """Yield how its data has changed since the script passed it."""
         source, is_under_way = self.live.source, self.live.is_under_way()
         if isinstance(source, LoaderSource):
-            text = source.outgrown(
-                self._is_saved, self._is_needed, is_under_way=is_under_way, are_restored=self._are_restored
-            )
+            text = source.outgrown(self._is_saved, is_under_way=is_under_way, are_restored=self._are_restored)
             yield from [f"{self.name}: {text}"] if text else []
-
-    def _is_needed(self, attribute: str) -> bool:
-        return kept_attributes.is_needed(attribute, search.inside_code(self.live.source.root()))
 
 
 def make(name: str, live: Any, stem: str, modules: Sequence[ModulePart], rank: int | None = None) -> Part:

@@ -130,28 +130,6 @@ class Watch:
 
         return put_back
 
-    def changed_models(self) -> Callable[[], list[str]]:
-        """Return a function that names the models that have changed since."""
-        models = self._parts.models
-        then = {part.name: _counts(part.tensors()) for part in models}
-        return lambda: [part.name for part in models if _counts(part.tensors()) != then[part.name]]
-
-    def changed_settings(self) -> Callable[[], list[str]]:
-        """Return a function that names the optimizers' settings that have changed since."""
-        groups = [(part.name, group) for part in self._parts.optimizers for group in part.live.param_groups]
-        then = [_cloned(_settings_of(group)) for _, group in groups]
-
-        def changed() -> list[str]:
-            found = {
-                f"{name}.{key}"
-                for (name, group), before in zip(groups, then, strict=True)
-                for key, value in _settings_of(group).items()
-                if key not in before or not _is_equal(value, before[key])
-            }
-            return sorted(found)
-
-        return changed
-
     def hold_settings(self) -> Callable[[], None]:
         """Return a function that restores the small parts that have changed since."""
         parts = self._parts
@@ -236,15 +214,3 @@ def _is_as_before(name: str, then: Encoded, now: Encoded) -> bool:
 def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
     kinds = (bool, int, float, str, tuple, torch.Tensor)
     return {key: value for key, value in group.items() if isinstance(value, kinds)}
-
-
-def _cloned(settings: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in settings.items()
-    }
-
-
-def _is_equal(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return torch.equal(one.cpu(), other.cpu())
-    return type(one) is type(other) and bool(one == other)

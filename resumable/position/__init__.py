@@ -8,7 +8,6 @@ the training's own process. `position` puts all of it together for a checkpoint.
 __all__ = [
     "batch_loop",
     "counted_loops",
-    "last_batch",
     "loader_position",
     "logged",
     "means",

@@ -10,11 +10,10 @@ from typing import Any, NamedTuple
 
 from ..errors import UsageError
 from ..tracebacks import shorten
+from . import habits
 from .loader_position import LoaderPosition
 from .prefetching import CountedBySteps, Loading, ThreadLoop, Through, Way
 from .random_streams import Hook
-from .script import habits
-from .script.running_sums import RunningSums
 
 
 class Hooks(NamedTuple):
@@ -22,8 +21,8 @@ class Hooks(NamedTuple):
 
     head: Hook
     begin: Hook
-    asked: Callable[[Iterator[Any], FrameType], bool]
-    """As a frame asks for the first batch: whether what numbers the batches goes on."""
+    asked: Callable[[Iterator[Any], FrameType], object]
+    """Called as a frame asks for the first batch."""
     body_ended: Hook
     end: Hook
 
@@ -55,7 +54,7 @@ def begin(at: LoaderPosition, hooks: Hooks, way: Way, *, is_in_thread: bool) -> 
     if not at.may_loop():
         if not is_in_thread:
             hooks.head()
-        return Over(at.training.sums)
+        return Over()
     at.draws.begin(is_recorded=way.draws)
     if is_in_thread:
         at.training.pass_begins()
@@ -91,7 +90,6 @@ class Loop:
         self._hooks = hooks
         self._is_watched = self._is_cut = False
         self._outer = sys.exc_info()[1]
-        self._sums = at.training.sums
         self._is_direct = through is None
         self._asked_first: tuple[object, object] | None = None
         """The call that asked for the first batch, and the training's progress then."""
@@ -142,8 +140,6 @@ class Loop:
                 raise
         if self._stage is _FIRST:
             self._ask_first(sys._getframe(1))
-        elif self._sums.is_looking:
-            self._sums.go_on(sys._getframe(1))
         at.ask()
         try:
             if self._through is None:
@@ -171,9 +167,7 @@ class Loop:
             self._asked_first = _call(asked_by), training.progress()
         self._stage = Stage.SECOND if self._is_direct else Stage.STRAIGHT
         at.habits.look_at_holders(self)
-        self._sums.begin(asked_by, is_over=False)
-        if not self._hooks.asked(self, asked_by) and at.done:
-            habits.warn_of_numbers(self, asked_by, at.done)
+        self._hooks.asked(self, asked_by)
         at.habits.asked(asked_by, is_direct=self._is_direct)
         drawn, self._drawn_then = self._drawn_then, None
         # The loader of another loop may have drawn its seed.
@@ -237,7 +231,6 @@ class Loop:
     def _end(self) -> None:
         at, then = self._at, self._progress_then
         self._stage = Stage.ENDED
-        self._sums.end()
         is_untrained = at.done > 1 and then is not None and then == at.training.progress()
         at.habits.ended(is_untrained=is_untrained)
         at.end()
@@ -286,14 +279,10 @@ def _call(asked_by: FrameType) -> object:
 class Over:
     """No batches: the epoch's were over when the training was resumed."""
 
-    def __init__(self, sums: RunningSums) -> None:
-        self._sums = sums
-
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
-        self._sums.begin(sys._getframe(1), is_over=True)
         raise StopIteration
 
     def numbered(self, start: int, batch: Any) -> tuple[int, Any]:

@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 
 from ..boundary import Boundary
 from ..errors import warn
+from ..variables.script import asking, frames
 from . import batch_loop
 from .batch_loop import Hooks
 from .epoch_place import EpochPlace
@@ -19,7 +20,6 @@ from .loader_position import LoaderPosition
 from .loader_set import LoaderSet
 from .prefetching import Way
 from .random_streams import Hook, Streams
-from .script import loops, script_frames
 from .training_counters import TrainingCounters
 
 
@@ -64,16 +64,15 @@ class CountedLoops(TrainingCounters):
             self.means.begin(self.epoch)
             if not self.loaders:
                 self._stepped = set()
-            self.first_lines.begin()
-            asked_by = getattr(script_frames.caller(), "f_code", None)
-            self._keep_on(script_frames.caller())
+            asked_by = getattr(asking.caller(), "f_code", None)
+            self._keep_on(asking.caller())
             try:
                 yield self.epoch
             except GeneratorExit:
                 is_left = self.is_saved_body() and self.boundary() is Boundary.EPOCH
-                if is_left and self.epoch + 1 < total and script_frames.is_break(asked_by):
+                if is_left and self.epoch + 1 < total and asking.is_break(asked_by):
                     self._left_for = f"epoch {self.epoch + 1}"
-                self._note_left(script_frames.is_break(asked_by))
+                self._note_left(asking.is_break(asked_by))
                 self.streams.leave_loop("epochs", total, number)
                 raise
             finally:
@@ -99,7 +98,8 @@ class CountedLoops(TrainingCounters):
             if loader.is_open and not loader.is_of_body:
                 loader.go_on_endlessly()
         # A generator of the script's begins its loop in the body, at the first next().
-        self._kept = weakref.WeakSet(loops.generators_in(frame) if frame else ())
+        seen = frame.f_globals | frames.variables(frame) if frame else {}
+        self._kept = weakref.WeakSet(asking.generators_in(seen))
 
     def _end_body(self, body_ended: Hook) -> None:
         self._put_back_unlooped()
@@ -107,12 +107,8 @@ class CountedLoops(TrainingCounters):
             if loader.is_endless and loader.in_hand is not None:
                 loader.take_back()
         self._not_due |= {n for n, at in self.loaders.items() if not (at.is_over or at.is_under_way())}
-        of_epochs = self._known.of_epochs()
-        begun = [loader for loader in of_epochs if loader.is_over or loader.is_under_way()]
         for loader in self._known.all:
             loader.habits.warn_of_left_after_save()
-            if begun == [loader] and loader.is_open and not loader.is_over:
-                loader.habits.warn_of_counted_by_hand(loader.reached(), self.once)
         # The next epoch follows, even if batches of this one are left.
         self._has_ended_body = True
         try:
@@ -151,7 +147,6 @@ class CountedLoops(TrainingCounters):
                 loader.step_counted.warn_of_uncounted()
             loader.end_epoch()
         self.epoch, self.batch, self._has_left_body = epoch, 0, False
-        self.sums.forget()
         self._resumed_at = Boundary.EPOCH
         if is_new_body:
             self.streams.forget_body()
@@ -175,7 +170,7 @@ class CountedLoops(TrainingCounters):
                 self._work_at_start = self.all_updates
             around = [loader for loader in self._known.all if loader.in_hand]
             self.handed.body_begins()
-            asked_by = getattr(script_frames.caller(), "f_code", None)
+            asked_by = getattr(asking.caller(), "f_code", None)
             try:
                 yield self.step
                 if restores == self.restores:
@@ -189,7 +184,7 @@ class CountedLoops(TrainingCounters):
                                 loader.take_back()
             except GeneratorExit:
                 is_last = self.steps_done() >= total
-                if self.is_saved_body() and not is_last and script_frames.is_break(asked_by):
+                if self.is_saved_body() and not is_last and asking.is_break(asked_by):
                     self._left_for = f"step {self.steps_done()}"
                 self._has_left_body = self.all_updates > self._work_at_start or not self.counts_steps
                 self.streams.leave_loop("steps", total, number)

@@ -7,8 +7,8 @@ from collections import deque
 from typing import Any
 
 from ..errors import UsageError
+from .habits import Habits
 from .loaded_batches import Counters, InHand, Loaded, Phase, StepCounted
-from .script.habits import Habits
 
 _OVER = (Phase.OVER, Phase.PASSED)
 

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, Protocol
 
 from ..errors import Once
 from .random_streams import Hook, Streams
-from .script.running_sums import RunningSums
 
 
 class Phase(Enum):
@@ -184,7 +183,6 @@ class Counters(Protocol):
     once: Once
     handed: BatchDigests
     streams: Streams
-    sums: RunningSums
     loops_begun: int
 
     def next_opened(self) -> int:

@@ -22,7 +22,6 @@ from .loader_set import LoaderSet
 from .logged import Logged
 from .other_loaders import Outside
 from .random_streams import Hold, Streams
-from .script.first_lines import Look
 from .spikes import Spikes
 
 
@@ -133,19 +132,14 @@ class Position(CountedLoops):
     def watch_parts(
         self,
         gradients: Callable[[], object],
-        models: Look | None,
-        settings: Look | None,
         hold: Hold,
         hold_gradients: Hold,
     ) -> None:
-        """Look at the parts where a body, or the lines before the loop, may run a second time.
+        """Look at the parts where a body may run a second time.
 
-        `models` and `settings` show what has changed since; `hold` and `hold_gradients` remember the
-        settings and the gradients, and return what restores them.
+        `hold` and `hold_gradients` remember the settings and the gradients, and return what restores them.
         """
         self.gradients = gradients
-        self.first_lines.watch(models)
-        self.before_loop.watch(models, settings)
         self.streams.watch(hold, hold_gradients)
 
     def collect(self) -> dict[str, Any]:
@@ -175,7 +169,6 @@ class Position(CountedLoops):
         if self.streams.has_trained:
             self.streams.was_read_again()
             return
-        self.before_loop.was_read(may_begin_loop=is_counter)
         has_gradients = bool(self.gradients and self.gradients())
         self.streams.was_read(self._resumed_at, is_again=is_counter and not has_gradients)
 
@@ -189,11 +182,6 @@ class Position(CountedLoops):
     def is_step_without_loop(self) -> bool:
         """Whether the optimizer has made more than one step, and the script has used no loop of ours."""
         return self.updates > 1 and not self.streams.has_used_loops and self.is_outside()
-
-    def is_behind_last_batch(self) -> bool:
-        """Whether a resume in mid-epoch found no batch left: the loop over them was empty."""
-        is_behind = self._resumed_at is Boundary.BATCH and not self._has_handed_out
-        return is_behind and self._known.is_through()
 
     def _body_of_script(self) -> object:
         """Return a value that changes with every body and every step; None outside the loops."""
@@ -215,8 +203,6 @@ class Position(CountedLoops):
         self.means.restore(saved.get("means"))
         self._resumed_at = saved["boundary"]
         self._was_in_epochs = saved.get("is_in_epochs", False)
-        if self._resumed_at is Boundary.BATCH:
-            self.sums.resumed()
         self.streams.restore(saved)
         self._has_handed_out = False
         self._stepped = None if saved["stepped"] is None else set(saved["stepped"])

@@ -13,8 +13,6 @@ from .loader_position import LoaderPosition
 from .loader_set import LoaderSet
 from .means import Means
 from .random_streams import Streams
-from .script.first_lines import BeforeLoop, FirstLines
-from .script.running_sums import RunningSums
 
 _STEP = Boundary.STEP
 """Until Python 3.12, looking up a member in its class takes longer than most of what asks for it."""
@@ -57,7 +55,6 @@ class TrainingCounters:
         self.handed = BatchDigests()
         """The digests of the batches for an observer."""
         self.once = Once()
-        self.first_lines, self.before_loop, self.sums = FirstLines(), BeforeLoop(), RunningSums()
         self._body: Boundary | None = None
         """The kind of the body that is running."""
         self.loops_begun = 0
@@ -219,7 +216,6 @@ class TrainingCounters:
     def count_step(self, optimizer: str, is_first: bool) -> None:
         """Note that an optimizer has made a step; those of the first are counted."""
         self.streams.note_training(in_loop=False)
-        self.before_loop.forget()
         if self._has_saved_end:
             self._warn_of_saved_end()
         if not self._known.is_training():
@@ -268,9 +264,6 @@ class TrainingCounters:
             self.streams.note_training(in_loop=True)
         if self._has_saved_end:
             self._warn_of_saved_end()
-        # Where another thread asks for batches, they are in hand only when they are trained.
-        if self.first_lines.is_looking and not any(loader.step_counted for loader in self._known.all):
-            self.first_lines.end()
         if self.handed.first_body is not None:
             self.handed.body_begins()
         if digest:
@@ -314,5 +307,3 @@ class TrainingCounters:
                 loader.other_ended(ended)
         if self._body is None and self._known.is_outermost(ended):
             self.streams.end_batches_by_hand()
-        if self._body is Boundary.EPOCH and not self._known.is_training():
-            self.first_lines.go_on()

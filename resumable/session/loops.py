@@ -83,7 +83,7 @@ class Loops:
             self._saving.history.loop(**total)
 
     def _watched(self, loop: Iterator[int]) -> Iterator[int]:
-        self._begin("counted")
+        self._begin()
         try:
             yield from loop
             if self._position.is_outside():
@@ -92,18 +92,16 @@ class Loops:
         finally:
             self._session.signals.end()
 
-    def _begin(self, kind: str) -> None:
-        self._session.warnings.begin_loop(kind)
+    def _begin(self) -> None:
         if self._position.is_outside():
             self._position.outside.begin_loop()
             self._position.accelerate.begin_loop()
-            self._position.before_loop.end()
         determinism.let_go(self._session)
         self._session.signals.begin()
         self._saving.save_cost.begin()
 
     def _begin_batches(self, name: str, at: LoaderPosition) -> None:
-        self._begin("batches")
+        self._begin()
         self._session.heads.begin_pass(name, at)
         if not at.prepared:
             self._position.accelerate.begin(name, at, self._position.processes)

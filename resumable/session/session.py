@@ -21,7 +21,6 @@ from ..files.threads import no_garbage_collection
 from ..loaders import loader_warnings
 from ..options import Options
 from ..parts import allowed
-from ..position import last_batch
 from ..position.position import Position
 from ..processes.signals import LeftAtOnce, Signals
 from ..progress import Progress
@@ -39,7 +38,6 @@ from .heads import Heads
 from .observer import observer
 from .rest import Rest
 from .resuming import Resuming
-from .save_warnings import SaveWarnings
 from .step_counter import StepCounter
 
 if TYPE_CHECKING:
@@ -68,7 +66,6 @@ class Session:
         ranks, pace = training.crew.ranks, self.saving.save_cost
         self.autosave = Autosave(ranks, self.signals, pace, options.rules, options.limit)
         self.steps = StepCounter(training, self.saving, self.autosave)
-        self.warnings = SaveWarnings(training)
         self.trace = observer(
             training.parts,
             training.position,
@@ -98,7 +95,6 @@ class Session:
             session.rest.note_saved()
             position = session.training.position
             position.outside.look()
-            position.before_loop.begin(is_resumed=session.has_resumed)
             return session
         except BaseException:
             session._close("closed")
@@ -244,7 +240,6 @@ class Session:
     def _save(self, why: str, metrics: Mapping[str, Any] | None) -> PendingSave:
         self.training.meet()
         self.steps.look_at_others()
-        self.warnings.look_at_variables()
         self.heads.saving(is_called=why == "called")
         # What follows a save at an epoch's end is the next epoch, as after a save by itself.
         has_ended = why != "called" or self.training.position.boundary() is Boundary.EPOCH
@@ -266,7 +261,6 @@ class Session:
         self.heads.loaded()
         self._count_on()
         self.rest.note_saved()
-        self.training.position.before_loop.forget()
         if self.trace:
             self.trace.went_back()
 
@@ -323,15 +317,11 @@ class Session:
             return
         self._is_closed = True
         error, training = self._error(), self.training
-        if error and (text := last_batch.explain(error, self.saving.history, training.position)):
-            # Python 3.10 has no notes.
-            error.add_note(text) if hasattr(error, "add_note") else warn(text)
         determinism.let_go(self)
         self.signals.close()
         if self.trace:
             self.trace.close(is_at_end=how == "closed" and error is None)
         self.steps.close()
-        self.warnings.close()
         if error is None:
             training.position.warn_of_left_after_save()
         training.position.close()
@@ -366,9 +356,6 @@ def _end(
             with contextlib.suppress(Warning):
                 copies.leave()
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-        if error and (text := last_batch.explain(error, history, at)):
-            with contextlib.suppress(Warning):
-                warn(text)
         if error is None and not signals.has_left:
             rest.warn_at_exit(str(run))
         how = "SIGINT" if signals.has_left else "left without close()"

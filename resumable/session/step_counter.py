@@ -94,7 +94,6 @@ class StepCounter:
 
     def _note_captured(self, name: str) -> None:
         self._parts.note_captured(name)
-        self._position.before_loop.forget()
         self._position.note_captured(name == self._first)
 
     def _warn_of_rate(self, name: str, optimizer: Any) -> None:

@@ -218,7 +218,6 @@ class LoaderCounters:
         self,
         sampler: Counters,
         keeps: Callable[[Any], bool],
-        is_needed: Callable[[str], bool],
         restored: Collection[str],
     ) -> str | None:
         """Return a warning of the counters that were found since the last call.
@@ -231,7 +230,7 @@ class LoaderCounters:
         new = [counter for name, counter in self._found.items() if name not in self._reported]
         new = [counter for counter in new if counter.role not in restored]
         self._reported.update(self._found)
-        return " ".join(str(one) for one in new if is_needed(one.name.rpartition(".")[2])) or None
+        return " ".join(str(one) for one in new) or None
 
 
 def _samplers(root: object) -> Iterator[object]:

@@ -8,9 +8,9 @@ from itertools import cycle, islice
 from types import CodeType, FrameType
 from typing import Any
 
-from ...errors import Once, warn
-from ...loaders.generators import rng
-from . import script_frames
+from ..errors import warn
+from ..loaders.generators import rng
+from ..variables.script import asking
 
 
 class Habits:
@@ -33,7 +33,7 @@ class Habits:
 
     def asked(self, asked_by: FrameType, *, is_direct: bool) -> None:
         """Note where the first batch is asked for; `is_direct`: not by a prefetcher of `through=`."""
-        self.is_asked_by_hand = is_direct and script_frames.is_call(asked_by)
+        self.is_asked_by_hand = is_direct and asking.is_call(asked_by)
         self.asked_at = asked_by.f_code, asked_by.f_lasti
 
     def is_inside(self, outer: Habits) -> bool:
@@ -57,7 +57,7 @@ class Habits:
         if self._is_looked_at:
             return
         self._is_looked_at = True
-        found = script_frames.holders(loop)
+        found = asking.holders(loop)
         if cut_by := [kind.__name__ for kind in (islice, zip) if kind in found]:
             warn(
                 f"the loop over batches is cut by {cut_by[0]}(), which counts from 0 again after a resume in "
@@ -89,27 +89,6 @@ class Habits:
                 "all batches of the epoch were asked for before the first of them was trained (by list(), "
                 "say): a checkpoint would count them all as done. Loop over state.batches() itself."
             )
-
-    def warn_of_counted_by_hand(self, taken: int, once: Once) -> None:
-        """Warn of an epoch of which next() took only some batches: the script counts them itself."""
-        if self.is_asked_by_hand:
-            once.warn(
-                f"next() took {taken} of the epoch's batches. If the script counts them "
-                "by itself, that count begins again after a resume in mid-epoch, and the epoch gets more "
-                "batches: count by state.batch.",
-                about="batches by hand",
-            )
-
-
-def warn_of_numbers(loop: Iterator[object], asked_by: FrameType, done: int) -> None:
-    """Warn of an `enumerate` that counts from 0 again where a resumed epoch continues."""
-    wrong = [n for n in script_frames.numbers(loop, asked_by) if n not in (done, done + 1)]
-    if wrong:
-        warn(
-            f"enumerate() counts from {wrong[0]} in an epoch that continues with batch {done}: write "
-            "state.enumerate() instead of enumerate(state.batches()). If its number is only shown, "
-            "nothing is lost."
-        )
 
 
 def warn_of_draws_before_next(then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
