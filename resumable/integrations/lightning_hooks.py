@@ -9,7 +9,6 @@ from typing import Any
 
 from . import lightning_trainer as inside
 
-_PACKAGES = ("lightning", "pytorch_lightning")
 _ABSENT = object()
 
 

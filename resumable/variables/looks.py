@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from ..files import encoder
 from ..objects import contents, kinds, own, slots, walks
 from ..objects.contents import Content, content, mark
 from ..objects.kinds import Kind, Step
@@ -340,6 +341,8 @@ def _array(look: Look, value: Any, before: Content | None, where: str) -> Entry:
         raise Hole(f"a {type(value).__name__}")
     if value.dtype.hasobject:
         return {"items": look.items(kinds.flat(value).tolist(), where), "shape": list(value.shape)}
+    if not encoder.are_storable(value.dtype):
+        raise Hole(f"an array of {value.dtype}")
     return {"array": np.array(value, order="C")}
 
 
@@ -347,8 +350,10 @@ def _tensor(look: Look, value: Any, before: Content | None, where: str) -> Entry
     if (base := look._owned.base(value)) is not None:
         return {"view": [base, [*value.shape], [*value.stride()], value.storage_offset()]}
     is_parameter = isinstance(value, torch.nn.Parameter)
-    if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.is_meta:
+    if type(value) not in (torch.Tensor, torch.nn.Parameter):
         raise Hole(f"a {type(value).__name__}")
+    if problem := encoder.unstorable(value):
+        raise Hole(problem)
     is_dense = value.layout is torch.strided
     if is_dense and contents.memory_of(value.detach()).nbytes < value.nbytes > _LARGEST_EXPANDED:
         raise Hole("a tensor that repeats its elements, and is far larger than its memory")

@@ -89,8 +89,12 @@ def loops(code: CodeType) -> tuple[tuple[int, int], ...]:
         if one.opname == "EXTENDED_ARG":
             # A jump leads to the prefix of an instruction, and a frame is at the instruction itself.
             moved[one.offset] = moved.get(after.offset, after.offset)
-    back = [one for one in steps if one.opcode in _JUMPS and one.argval <= one.offset]
-    return tuple((moved.get(one.argval, one.argval), one.offset) for one in back)
+    ends = dict[int, int]()
+    for one in steps:
+        if one.opcode in _JUMPS and one.argval <= one.offset:
+            # A `continue` jumps back as well.
+            ends[moved.get(one.argval, one.argval)] = one.offset
+    return tuple(ends.items())
 
 
 @lru_cache(1024)
