@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import math
 import random
 import signal
@@ -88,7 +89,12 @@ def pytest_configure_node(node: Any) -> None:
 def _prepare() -> None:
     import torch
 
+    from resumable import RunState
     from resumable.saving import saver
+
+    # The variables of a test are no script's: a resume in the same test would put them back.
+    load: Any = RunState.load
+    inspect.unwrap(load.__func__).__kwdefaults__["variables"] = False
 
     torch.set_num_threads(1)
     # On a busy machine the disk may be slow at any time, and a warning of it is no test's business. A process

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import sys
-import textwrap
-import traceback
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import gloo
 import pytest
 import torch
-from forks import Forks
 from grouped import grouped
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
@@ -203,174 +197,3 @@ def test_torch_still_warns_of_a_scheduler_whose_optimizer_never_stepped(run_dir:
 
     with pytest.warns(UserWarning, match="before `optimizer.step"):
         schedulers["idle"].step()
-
-
-# What a script misses behind a last batch.
-
-
-def misses_a_name(training: Training) -> None:
-    with training.state as state:
-        for _ in state.epochs(2):
-            for batch in state.batches():
-                loss = training.step(batch)
-            state.save(loss=loss)
-
-
-def misses_a_count(training: Training) -> None:
-    with training.state as state:
-        for _ in state.epochs(2):
-            total, count = 0.0, 0
-            for batch in state.batches():
-                total, count = total + training.step(batch).item(), count + 1
-            state.save(loss=total / count)
-
-
-def misspelt(training: Training) -> None:
-    with training.state as state:
-        for _ in state.epochs(2):
-            for batch in state.batches():
-                training.step(batch)
-            state.save(loss=los)  # type: ignore[name-defined] # noqa: F821
-
-
-def failed(script: Callable[[Training], None], run_dir: Path) -> str:
-    """Return what is printed of the error that ends a script."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            script(Training(run_dir))
-        except Exception as error:
-            return "".join(traceback.format_exception(error))
-    return ""
-
-
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="notes came with Python 3.11")
-@pytest.mark.parametrize(
-    ("script", "cause", "fix"),
-    [
-        (misses_a_name, "'loss' was never assigned", "state.mean(loss=loss)"),
-        (misses_a_count, "values from the loop are still as they were", "state.mean(loss=loss)"),
-    ],
-)
-def test_the_error_that_ends_the_script_says_what_to_write(
-    run_dir: Path, script: Callable[[Training], None], cause: str, fix: str
-) -> None:
-    behind(run_dir, epoch=1)
-
-    text = failed(script, run_dir)
-
-    assert "this start resumed from checkpoint 2, after the last batch of epoch 1" in text
-    assert cause in text
-    assert fix in text
-
-
-@pytest.mark.filterwarnings("ignore:this epoch was resumed in the middle")
-@pytest.mark.parametrize("script", [misses_a_name, misses_a_count])
-def test_the_next_start_resumes_from_the_checkpoint_before(
-    run_dir: Path, script: Callable[[Training], None], capsys: pytest.CaptureFixture[str]
-) -> None:
-    behind(run_dir, epoch=1)
-    assert failed(script, run_dir)
-    capsys.readouterr()
-
-    script(Training(run_dir))
-
-    printed = capsys.readouterr().out
-    assert "checkpoint 2 is skipped: the start that resumed from it ended with " in printed
-    assert "to resume from it: resume=2" in printed
-    assert f"resumed {run_dir} from checkpoint 1: epoch 1, batch 3/4" in printed
-    assert places(run_dir)[-1] == (2, 0)
-    script(Training(run_dir))
-    assert "skipped" not in capsys.readouterr().out
-
-
-def test_a_checkpoint_that_is_skipped_can_be_asked_for(run_dir: Path) -> None:
-    behind(run_dir, epoch=1)
-    failed(misses_a_name, run_dir)
-
-    with Training(run_dir, resume=2).state as state:
-        assert (state.epoch, state.batch) == (1, 4)
-
-
-def test_a_runs_first_checkpoint_is_skipped_by_starting_fresh(
-    run_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    stopped(run_dir, 0)
-    failed(misses_a_name, run_dir)
-    capsys.readouterr()
-
-    misses_a_name(Training(run_dir))
-
-    assert f"there is no earlier one\n{run_dir}: starting fresh" in capsys.readouterr().out
-    assert places(run_dir) == [(0, 4), (1, 0), (2, 0)]
-
-
-@pytest.mark.parametrize("epoch", [0, 1])
-def test_a_later_checkpoint_that_is_the_only_one_is_never_thrown_away(
-    run_dir: Path, epoch: int, capsys: pytest.CaptureFixture[str]
-) -> None:
-    behind(run_dir, epoch)
-    Run(run_dir).remove([1])
-    failed(misses_a_name, run_dir)
-    capsys.readouterr()
-
-    training = Training(run_dir)
-
-    assert "checkpoint 2 is the only one, so it is used again: " in capsys.readouterr().out
-    assert (training.state.epoch, training.state.batch) == (epoch, 4)
-    training.state.close()
-
-
-def test_another_error_behind_a_last_batch_skips_nothing(run_dir: Path) -> None:
-    behind(run_dir, epoch=1)
-
-    text = failed(misspelt, run_dir)
-
-    assert "'los' is not defined" in text
-    assert "this start resumed" not in text
-    assert skips(run_dir) == []
-
-
-def test_the_same_error_after_a_batch_skips_nothing(run_dir: Path) -> None:
-    behind(run_dir, epoch=1)
-    Run(run_dir).remove([2])
-
-    def script(training: Training) -> None:
-        with training.state as state:
-            for batch in state.batches():
-                training.step(batch)
-                raise ZeroDivisionError
-
-    assert "this start resumed" not in failed(script, run_dir)
-    assert skips(run_dir) == []
-
-
-def skips(run_dir: Path) -> list[Any]:
-    lines = map(json.loads, (run_dir / "history.jsonl").read_text().splitlines())
-    return [line for line in lines if line["event"] == "skip"]
-
-
-@pytest.mark.heavy
-def test_a_script_without_with_is_reported_at_its_end(run_dir: Path, tmp_path: Path, forks: Forks) -> None:
-    behind(run_dir, epoch=1)
-    script = """
-        import sys, torch
-        from resumable import RunState
-        model = torch.nn.Linear(1, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        loader = torch.utils.data.DataLoader(range(4))
-        state = RunState.load(sys.argv[1], model=model, optimizer=optimizer, loader=loader, keep=None)
-        for epoch in state.epochs(2):
-            for batch in state.batches():
-                loss = model(batch.float()[:, None]).sum()
-                loss.backward()
-                optimizer.step()
-            state.save(loss=loss)
-        """
-    (tmp_path / "script.py").write_text(textwrap.dedent(script))
-
-    errors = forks.run(["script.py", run_dir], tmp_path).err
-
-    assert "NameError: name 'loss' is not defined" in errors
-    assert errors.count("'loss' was never assigned") == 1
-    assert [line["number"] for line in skips(run_dir)] == [2]

@@ -947,20 +947,6 @@ def test_a_break_after_a_save_in_a_body_is_told_at_the_epochs_end(run_dir: Path)
         next(epochs)
 
 
-def test_a_count_of_batches_by_next_is_warned_of_as_the_epoch_ends(run_dir: Path) -> None:
-    training = Training(run_dir)
-    epochs = training.state.epochs(2)
-    next(epochs)
-    batches = iter(training.state.batches())
-    for _ in range(2):
-        training.train(next(batches))
-
-    with pytest.warns(
-        ResumableWarning, match=r"next\(\) took 2 of the epoch's batches.* count by state.batch"
-    ):
-        next(epochs)
-
-
 @pytest.mark.parametrize("loop", ["epochs", "steps"])
 def test_a_break_right_after_a_save_is_warned_of_as_the_run_is_closed(run_dir: Path, loop: str) -> None:
     training = Training(run_dir, {})

@@ -315,36 +315,6 @@ def test_what_first_lines_change_in_place_is_put_back_in_the_same_objects(run_di
     assert differences(run_dir, with_own_values, loop) == []
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda found: train(found, torch.ones(2, 2)),
-        lambda found: found["model"](torch.ones(2, 2)),
-        lambda found: found["model"].load_state_dict(found["model"].state_dict()),
-    ],
-    ids=["step", "statistics", "load_state_dict"],
-)
-def test_a_model_that_changes_before_the_batches_of_a_body_is_reported(run_dir: Path, change: Any) -> None:
-    found = make()
-    found["model"].append(nn.BatchNorm1d(1))
-    with RunState.load(run_dir, **found) as state:
-        for _ in state.epochs(1):
-            change(found)
-            with pytest.warns(ResumableWarning, match=r"model changed in the body of epochs\(\) before"):
-                next(iter(state.batches()))
-
-
-def test_a_model_that_changes_between_the_loops_of_a_body_is_reported(run_dir: Path) -> None:
-    found = make(loaders=2)
-    with RunState.load(run_dir, **found) as state:
-        for _ in state.epochs(1):
-            for x in state.batches("a"):
-                train(found, x)
-            train(found, torch.ones(2, 2))
-            with pytest.warns(ResumableWarning, match=r"model changed in the body of epochs\(\) before"):
-                next(iter(state.batches("b")))
-
-
 def test_draws_between_two_reads_of_a_counter_are_reported(run_dir: Path) -> None:
     objects = without_loader()
     with RunState.load(run_dir, **objects) as state:

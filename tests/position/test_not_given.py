@@ -1,9 +1,8 @@
-"""Warnings of lines that a resume runs again, of parts that are not given, of epochs that end too early."""
+"""Warnings of parts that are not given, of epochs that end too early, and of loops that save nothing."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,9 @@ import torch
 from grouped import grouped
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, StepLR
-from torch.utils.data import DataLoader
 
 from resumable import ResumableWarning, RunState
 
-CHANGED = r"model changed between RunState.load and the loop"
 ENDED = r"says that the epoch is finished, and the training continues in it"
 NOT_GIVEN = r"\(Adam\) trains a model that was given to RunState, and was not given itself"
 SCHEDULER = r"a scheduler \(StepLR\) has changed the learning rate, and was not given"
@@ -40,73 +37,6 @@ class Script:
             for _ in state.epochs(epochs):
                 self.step()
                 state.save()
-
-
-# Between the load and the loop.
-
-
-def initialise(script: Script) -> None:
-    for parameter in script.model.parameters():
-        nn.init.normal_(parameter)
-
-
-def warm_up(script: Script) -> None:
-    script.model(torch.ones(3, 1))
-
-
-@pytest.mark.parametrize("change", [initialise, warm_up])
-def test_a_model_that_changes_between_load_and_loop_is_warned_of_each_time(
-    run_dir: Path, change: Callable[[Script], None]
-) -> None:
-    for epochs in (1, 2, 3):
-        script = Script(run_dir)
-        change(script)
-        with pytest.warns(ResumableWarning, match=CHANGED):
-            script.train(epochs)
-
-
-@pytest.mark.parametrize("guard", ["resumed", "step"])
-def test_what_only_the_first_start_runs_is_not_warned_of(run_dir: Path, guard: str) -> None:
-    for epochs in (1, 2, 3):
-        script = Script(run_dir)
-        if not getattr(script.state, guard):
-            initialise(script)
-        script.train(epochs)
-
-
-def test_a_setting_that_each_start_makes_is_warned_of_if_it_differs(run_dir: Path) -> None:
-    def start(epochs: int, rate: float) -> None:
-        script = Script(run_dir)
-        for group in script.optimizer.param_groups:
-            group["lr"] = rate
-        script.train(epochs)
-
-    start(1, 0.5)
-    start(2, 0.5)
-    with pytest.warns(ResumableWarning, match=r"optimizer\.lr changed between"):
-        start(3, 0.25)
-
-
-def test_a_loop_by_hand_is_warned_of_as_it_reads_where_it_begins(run_dir: Path) -> None:
-    for steps in (2, 4, 6):
-        script = Script(run_dir)
-        if steps == 2:
-            first = script.state.step
-        else:
-            initialise(script)
-            with pytest.warns(ResumableWarning, match=CHANGED):
-                first = script.state.step
-        with script.state as state:
-            for _ in range(first, steps):
-                script.step()
-                state.save()
-
-
-def test_a_model_that_is_moved_to_where_it_is_has_not_changed(run_dir: Path) -> None:
-    for epochs in (1, 2):
-        script = Script(run_dir)
-        script.model.to("cpu", torch.float32).train()
-        script.train(epochs)
 
 
 # An epoch that is said to be finished, and is not.
@@ -152,7 +82,7 @@ def test_an_optimizer_that_is_not_given_is_reported_at_its_first_step(run_dir: P
     head, body = torch.optim.SGD([model.weight], lr=0.1), torch.optim.Adam([model.bias], lr=0.1)
     given = {"head": head, "body": body} if is_given else {"head": head}
 
-    with RunState.load(run_dir, model=model, optimizer=given) as state:
+    with RunState.load(run_dir, model=model, optimizer=given, variables=False) as state:
         for _ in state.steps(1):
             model(torch.ones(2, 1)).sum().backward()
             head.step()
@@ -185,7 +115,7 @@ def test_what_trains_inside_of_a_given_one_or_elsewhere_is_not_reported(run_dir:
     scheduler = LambdaLR(inner, lambda step: 0.5**step)
 
     given = {"optimizer": Lookahead(inner), "scheduler": scheduler}
-    with RunState.load(run_dir, model=model, every=None, **given) as state:
+    with RunState.load(run_dir, model=model, every=None, variables=False, **given) as state:
         for _ in state.steps(2):
             (model(torch.ones(2, 1)) + other(torch.ones(2, 1))).sum().backward()
             for optimizer in (inner, elsewhere, without):
@@ -194,7 +124,7 @@ def test_what_trains_inside_of_a_given_one_or_elsewhere_is_not_reported(run_dir:
 
 
 def test_a_scheduler_that_is_not_given_is_reported_at_the_next_save(run_dir: Path) -> None:
-    script = Script(run_dir)
+    script = Script(run_dir, variables=False)
     scheduler = StepLR(script.optimizer, 2)
 
     with script.state as state:
@@ -203,40 +133,6 @@ def test_a_scheduler_that_is_not_given_is_reported_at_the_next_save(run_dir: Pat
             scheduler.step()
             with pytest.warns(ResumableWarning, match=SCHEDULER) if step == 1 else nullcontext():
                 state.save()
-
-
-# The number of a batch.
-
-
-def indexed(batches: Any) -> Iterator[tuple[int, Any]]:
-    return enumerate(batches)
-
-
-def shown(batches: Any) -> Iterator[tuple[int, Any]]:
-    return enumerate(bar(batches))
-
-
-def bar(batches: Any) -> Iterator[Any]:
-    yield from batches
-
-
-def save_and_leave(script: Script, number_of: Any, stop: int) -> None:
-    with script.state as state:
-        for number, _ in number_of(state):
-            script.step()
-            if number == stop:
-                state.save()
-                raise KeyboardInterrupt
-
-
-@pytest.mark.parametrize("numbered", [indexed, shown])
-def test_an_enumerate_that_begins_at_0_in_a_resumed_epoch_is_reported(run_dir: Path, numbered: Any) -> None:
-    for done in (0, 1, 2):
-        script = Script(run_dir, loader=DataLoader(torch.arange(8.0), 2))
-        told = f"counts from 0 in an epoch that continues with batch {done}"
-        warns = pytest.warns(ResumableWarning, match=told) if done else nullcontext()
-        with warns, pytest.raises(KeyboardInterrupt):
-            save_and_leave(script, lambda state: numbered(state.batches()), 0)
 
 
 @pytest.mark.parametrize(("more", "is_warned"), [({"every": 2}, True), ({"max_time": 60}, True), ({}, False)])
