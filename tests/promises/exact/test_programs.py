@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import programs
@@ -58,9 +59,16 @@ def rate():
 """
 
 
-def examined(seeds: range, most: int | None, forks: Forks, folder: Path) -> list[programs.Verdict]:
+def examined(
+    scripts: Iterable[programs.Program],
+    most: int | None,
+    forks: Forks,
+    folder: Path,
+    kinds: Sequence[programs.Kind] = programs.KINDS,
+) -> list[programs.Verdict]:
     """Examine scripts in a small process: the library looks for who holds an iterator among all objects."""
-    forks.call(programs.examine_all, seeds, most, folder / "found", folder=folder, deadline=7200).checked()
+    given = [*scripts], kinds, most, folder / "found"
+    forks.call(programs.examine_all, *given, folder=folder, deadline=7200).checked()
     found: list[programs.Verdict] = pickle.loads((folder / "found").read_bytes())
     return found
 
@@ -72,7 +80,7 @@ def examined(seeds: range, most: int | None, forks: Forks, folder: Path) -> list
 def test_no_random_script_trains_something_else_without_a_warning(
     seeds: range, tally: Tally, forks: Forks, tmp_path: Path
 ) -> None:
-    verdicts = examined(seeds, 2, forks, tmp_path)
+    verdicts = examined(map(programs.write, seeds), 2, forks, tmp_path)
 
     print(f"seeds {seeds.start} to {seeds.stop - 1}\n{programs.table(verdicts)}")
     bad = {one.program.seed: programs.line(one) for one in verdicts if one.worst.outcome in programs.BAD}
@@ -89,7 +97,7 @@ def test_no_random_script_trains_something_else_without_a_warning(
 def test_nor_one_that_is_stopped_at_every_tick_in_every_way(
     first: int, tally: Tally, forks: Forks, tmp_path: Path
 ) -> None:
-    verdicts = examined(range(first, first + EACH), None, forks, tmp_path)
+    verdicts = examined(map(programs.write, range(first, first + EACH)), None, forks, tmp_path)
 
     bad = [programs.line(one) for one in verdicts if one.worst.outcome in programs.BAD]
     tally("random scripts, every tick", len(verdicts), bad)
@@ -97,30 +105,16 @@ def test_nor_one_that_is_stopped_at_every_tick_in_every_way(
 
 @pytest.mark.quick(3)
 @pytest.mark.parametrize("kind", programs.KINDS)
-def test_a_script_that_loses_state_is_found(kind: programs.Kind) -> None:
-    source = FORGETFUL.replace("RATES\n", IN_AN_ITERATOR)
-    program = programs.Program(0, "steps with own data", (), programs.IMPORTS + source)
+def test_a_script_that_keeps_state_is_exact_or_warned(
+    kind: programs.Kind, forks: Forks, tmp_path: Path
+) -> None:
+    sources = [FORGETFUL.replace("RATES\n", one) for one in (IN_A_LIST, IN_A_NUMBER, IN_AN_ITERATOR)]
+    sources.append(sources[1].replace("run_dir, ", "run_dir, variables=False, "))
+    scripts = [programs.Program(0, "steps with own data", (), programs.IMPORTS + one) for one in sources]
 
-    assert programs.examine(program, [kind], None).worst.outcome == "silent"
+    verdicts = examined(scripts, None, forks, tmp_path, [kind])
 
-
-@pytest.mark.quick(3)
-@pytest.mark.parametrize("kind", programs.KINDS)
-def test_a_script_whose_functions_lose_state_is_warned(kind: programs.Kind) -> None:
-    source = FORGETFUL.replace("RATES\n", IN_A_NUMBER)
-    program = programs.Program(0, "steps with own data", (), programs.IMPORTS + source)
-
-    assert programs.examine(program, [kind], None).worst.outcome == "warned"
-
-
-@pytest.mark.quick(3)
-@pytest.mark.parametrize("kind", programs.KINDS)
-def test_a_script_that_keeps_its_state_is_exact(kind: programs.Kind) -> None:
-    source = FORGETFUL.replace("RATES\n", IN_A_LIST)
-    source = source.replace("model=model,", "extra={'own': {'rates': rates}}, model=model,", 1)
-    program = programs.Program(0, "steps with own data", (), programs.IMPORTS + source)
-
-    assert programs.examine(program, [kind], None).worst.outcome == "exact"
+    assert [one.worst.outcome for one in verdicts] == ["exact", "exact", "warned", "silent"]
 
 
 def test_a_warning_of_what_the_script_does_not_do_counts_as_misled() -> None:
