@@ -228,7 +228,7 @@ class _Encoder:
     def _tensor(self, value: torch.Tensor, path: Path) -> Json:
         if is_sharded(value):
             return self._sharded(value, path)
-        if problem := _unstorable(value):
+        if problem := unstorable(value):
             raise _cannot(path, f"is {problem}, which cannot be stored", "store a dense tensor")
         # The tensor itself where possible: later reads fill it in place, and the training must see them.
         live = value.detach().resolve_conj().resolve_neg() if value.is_conj() or value.is_neg() else value
@@ -245,7 +245,7 @@ class _Encoder:
 
     def _sharded(self, value: torch.Tensor, path: Path) -> Json:
         live = sharded_tensor.local(value)
-        if (problem := _unstorable(live)) or live.dtype not in DTYPES or live.is_neg() or live.is_conj():
+        if (problem := unstorable(live)) or live.dtype not in DTYPES or live.is_neg() or live.is_conj():
             problem = problem or f"a sharded tensor of dtype {live.dtype}"
             raise _cannot(path, f"is {problem}, which cannot be stored", "store a plain, dense tensor")
         about: dict[str, Json] = {"shape": [*value.shape], "elements": str(live.dtype).removeprefix("torch.")}
@@ -322,14 +322,20 @@ def step_of(key: Any) -> str:
         return "number"
 
 
+def are_storable(dtype: np.dtype[Any]) -> bool:
+    """Whether arrays of a type can be stored."""
+    return NUMPY_DTYPE.fullmatch(dtype.str) is not None
+
+
 def _numpy_dtype(dtype: np.dtype[Any], path: Path) -> str:
-    if not NUMPY_DTYPE.fullmatch(dtype.str):
+    if not are_storable(dtype):
         raise _cannot(path, f"has the numpy dtype {dtype}, which cannot be stored", "convert it")
     text: str = dtype.str
     return text
 
 
-def _unstorable(value: torch.Tensor) -> str | None:
+def unstorable(value: torch.Tensor) -> str | None:
+    """Return what a tensor is that cannot be stored."""
     if torch.nn.parameter.is_lazy(value):
         return "a parameter that has no shape yet (run one batch through the model first)"
     if type(value) not in (torch.Tensor, torch.nn.Parameter):

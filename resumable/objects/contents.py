@@ -198,11 +198,12 @@ def memory_of(value: T) -> T:
 
 def _of_tensor(value: Any) -> Hashable:
     with torch._C.DisableTorchFunctionSubclass():
-        return id(type(value)), value.requires_grad, *digest_of_tensor(sharded_tensor.local(value).detach())
+        return id(type(value)), value.requires_grad, *digest_of_tensor(value)
 
 
 def digest_of_tensor(tensor: torch.Tensor) -> tuple[Hashable, ...]:
-    """Return what of a tensor counts: its type, shape and device, and its bits."""
+    """Return what of a tensor counts: its type, shape and device, and its bits that are here."""
+    tensor = sharded_tensor.local(tensor).detach()
     facts = str(tensor.dtype), tuple(tensor.shape), str(tensor.device)
     if tensor.is_meta or tensor.is_nested or tensor.is_quantized:
         return *facts, tensor.data_ptr() if not tensor.is_meta else 0, tensor._version

@@ -25,6 +25,7 @@ _MOST = 2_000
 """How many objects are looked at to see whether one leads to what no checkpoint can have."""
 _CLOSED = (
     *("torch.utils.data.dataset.", "torch.utils.data.dataloader.", "torch.utils.data._"),
+    *("torch.distributed.", "torch._dynamo.", "torch.fx.", "torch._inductor."),
     *("tqdm.", "rich.", "matplotlib.", f"{__name__.partition('.')[0]}."),
 )
 """Packages whose objects are left alone: data belong to their loaders, what shows the training is made again

@@ -34,7 +34,7 @@ class Owned:
         for name, value in named:
             self._names.setdefault(id(value), name)
             self._objects.setdefault(name, value)
-            if isinstance(value, torch.Tensor) and (place := _memory(value)):
+            if issubclass(type(value), torch.Tensor) and (place := _memory(value)):
                 self._memory.setdefault(place, name)
 
     def name(self, value: Any) -> str | None:
@@ -52,7 +52,7 @@ class Owned:
 
     def base(self, value: Any) -> str | None:
         """Return the name of a tensor that shares its memory with another one, which has a name."""
-        return self._memory.get(_memory(value)) if isinstance(value, torch.Tensor) else None
+        return self._memory.get(_memory(value)) if issubclass(type(value), torch.Tensor) else None
 
 
 def _memory(tensor: torch.Tensor) -> int:

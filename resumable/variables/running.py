@@ -87,14 +87,12 @@ def _of_module(
     live: frozenset[str] | None,
     stack: list[FrameType],
 ) -> Namespace:
-    codes = {*codes_in(held), *(one.f_code for one in stack if one.f_globals is held)}
-    may_bind = frozenset().union(
-        *map(bytecode.assigned_globals, codes), *map(bytecode.assigned_inside, codes)
-    )
+    codes = [*codes_in(held), *(one.f_code for one in stack if one.f_globals is held)]
+    may_bind = frozenset[str]().union(*map(bytecode.may_bind, codes))
     if top is not None:
         may_bind |= bytecode.assigned_in_loops(top.f_code)
         live = (live or frozenset()) | frozenset(frames.code_names(top)).union(
-            *(code.co_names for code in codes - {top.f_code})
+            *(code.co_names for code in codes if code is not top.f_code)
         )
     return Namespace(key, _kept(dict(held)), live, may_bind, held.update)
 
@@ -117,10 +115,16 @@ def _kept(variables: dict[str, Any]) -> dict[str, Any]:
 def codes_in(held: Mapping[str, Any]) -> Iterator[CodeType]:
     """Yield the code of the functions of a module, and of those of its classes."""
     for one in [*held.values()]:
-        inside = own.namespace(one).values() if type(one) is type and own.is_own_class(one) else (one,)
-        for function in map(own.unwrapped, inside):
-            if type(function) is FunctionType:
-                yield function.__code__
+        if type(one) is FunctionType:
+            yield one.__code__
+        elif isinstance(one, type) and own.is_own_class(one):
+            yield from _codes_of(one)
+
+
+@own.by_class
+def _codes_of(of: type) -> list[CodeType]:
+    methods = map(own.unwrapped, own.namespace(of).values())
+    return [one.__code__ for one in methods if type(one) is FunctionType]
 
 
 def modules(stack: list[FrameType]) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -62,28 +62,27 @@ def _steps(
 
 def may_leave(code: CodeType, offset: int, heads: frozenset[int]) -> bool:
     """Whether the loop around an instruction may be left behind it, and may come to its head as well."""
-    around = _around(code, offset, heads)
-    if not around:
+    around = max((one for one in _asking(code, heads) if one[0] <= offset <= one[1]), default=(-1, -1))
+    begin, end = around
+    if begin not in heads:
+        # A `while` reads its condition again.
         return False
-    begin, end = around[0]
     steps = _steps(code, offset, heads, with_errors=False)
     is_left = any(not begin <= one.offset <= end or one.opname.startswith("RETURN_") for one in steps)
     return is_left and any(one.offset == begin for one in steps)
 
 
 def is_in_inner_loop(code: CodeType, offset: int, heads: frozenset[int]) -> bool:
-    """Whether an instruction is in a loop of another kind in the body of one of `heads`."""
-    around = _around(code, offset, heads)
-    return bool(around) and any(around[0][0] < begin <= offset <= end for begin, end in bytecode.loops(code))
+    """Whether an instruction is in a loop that asks for nothing, in the body of one that does."""
+    asking = _asking(code, heads)
+    around = sorted(one for one in bytecode.loops(code) if one[0] <= offset <= one[1])
+    return bool(around) and around[-1] not in asking and not asking.isdisjoint(around)
 
 
-def _around(code: CodeType, offset: int, heads: frozenset[int]) -> list[tuple[int, int]]:
-    """Return where the loops of `heads` around an instruction begin and end, the inner one first."""
-    found: dict[int, int] = {}
-    for begin, end in bytecode.loops(code):
-        if begin in heads:
-            found[begin] = max(end, found.get(begin, 0))
-    return sorted(((begin, end) for begin, end in found.items() if begin <= offset <= end), reverse=True)
+def _asking(code: CodeType, heads: frozenset[int]) -> set[tuple[int, int]]:
+    """Return where the inner loop around each head begins and ends."""
+    around = ([one for one in bytecode.loops(code) if one[0] <= head <= one[1]] for head in heads)
+    return {max(some) for some in around if some}
 
 
 def runs_behind(frame: FrameType, heads: frozenset[int] = frozenset()) -> bool:

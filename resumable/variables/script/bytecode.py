@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import dis
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from itertools import pairwise
 from types import CodeType
+from typing import TypeVar
+
+T = TypeVar("T")
+_MOST = 1 << 16
 
 _READS = (
     "LOAD_FAST",
@@ -26,6 +31,22 @@ Accesses = tuple[frozenset[str], frozenset[str]]
 """The variables that an instruction reads, and those that it stores."""
 
 
+def by_code(function: Callable[[CodeType], T]) -> Callable[[CodeType], T]:
+    """Remember what a function says of code: to hash code takes long, and a script may have much of it."""
+    known: dict[int, tuple[CodeType, T]] = {}
+
+    @functools.wraps(function)
+    def found(code: CodeType) -> T:
+        entry = known.get(id(code))
+        if entry is None:
+            if len(known) > _MOST:
+                known.clear()
+            entry = known[id(code)] = code, function(code)
+        return entry[1]
+
+    return found
+
+
 def accesses(one: dis.Instruction) -> Accesses:
     """Return what an instruction reads before it stores, and what it stores."""
     name, given = one.opname, one.argval
@@ -42,7 +63,7 @@ def accesses(one: dis.Instruction) -> Accesses:
     return frozenset({given} if reads else ()), frozenset({given} if stores else ())
 
 
-@lru_cache(1024)
+@by_code
 def live_before(code: CodeType) -> dict[int, frozenset[str]]:
     """Return for each instruction the variables that may be read from there on before they are assigned."""
     steps = [*dis.get_instructions(code)]
@@ -81,7 +102,7 @@ def ways(
                     yield number, at[entry.target]
 
 
-@lru_cache(1024)
+@by_code
 def loops(code: CodeType) -> tuple[tuple[int, int], ...]:
     """Return where each loop begins and ends."""
     steps, moved = [*dis.get_instructions(code)], dict[int, int]()
@@ -89,8 +110,12 @@ def loops(code: CodeType) -> tuple[tuple[int, int], ...]:
         if one.opname == "EXTENDED_ARG":
             # A jump leads to the prefix of an instruction, and a frame is at the instruction itself.
             moved[one.offset] = moved.get(after.offset, after.offset)
-    back = [one for one in steps if one.opcode in _JUMPS and one.argval <= one.offset]
-    return tuple((moved.get(one.argval, one.argval), one.offset) for one in back)
+    ends = dict[int, int]()
+    for one in steps:
+        if one.opcode in _JUMPS and one.argval <= one.offset:
+            # A `continue` jumps back as well.
+            ends[moved.get(one.argval, one.argval)] = one.offset
+    return tuple(ends.items())
 
 
 @lru_cache(1024)
@@ -106,7 +131,7 @@ def is_in_loop(code: CodeType, offset: int | None) -> bool:
     return offset is not None and any(begin <= offset <= end for begin, end in loops(code))
 
 
-@lru_cache(1024)
+@by_code
 def assigned_in_loops(code: CodeType) -> frozenset[str]:
     """Return the variables that code assigns in a loop, or that functions inside of it assign."""
     found = set(assigned_inside(code))
@@ -116,7 +141,7 @@ def assigned_in_loops(code: CodeType) -> frozenset[str]:
     return frozenset(found)
 
 
-@lru_cache(1024)
+@by_code
 def assigned_inside(code: CodeType) -> frozenset[str]:
     """Return the variables that functions inside of code assign by `global` and `nonlocal`."""
     found = set[str]()
@@ -129,20 +154,26 @@ def assigned_inside(code: CodeType) -> frozenset[str]:
     return frozenset(found)
 
 
-@lru_cache(1024)
+@by_code
 def assigned_globals(code: CodeType) -> frozenset[str]:
     """Return the variables of its module that code assigns, as a function has to say by `global`."""
     return frozenset(one.argval for one in dis.get_instructions(code) if one.opname == "STORE_GLOBAL")
 
 
-@lru_cache(1024)
+@by_code
+def may_bind(code: CodeType) -> frozenset[str]:
+    """Return the variables of its module, and of functions around it, that code may assign."""
+    return assigned_globals(code) | assigned_inside(code)
+
+
+@by_code
 def names_in(code: CodeType) -> frozenset[str]:
     """Return the names of globals and attributes that code uses, and the functions inside of it."""
     inner = (one for one in code.co_consts if isinstance(one, CodeType))
     return frozenset((*code.co_names, *code.co_freevars)).union(*map(names_in, inner))
 
 
-@lru_cache(1024)
+@by_code
 def stored_attributes(code: CodeType) -> frozenset[str]:
     """Return the names of the attributes that code, and the functions inside of it, assign."""
     found = {one.argval for one in dis.get_instructions(code) if one.opname == "STORE_ATTR"}
