@@ -5,6 +5,7 @@ __all__ = [
     "codec",
     "container_copies",
     "disk",
+    "encoder",
     "file_reader",
     "fingerprint",
     "jsonl",

@@ -84,6 +84,19 @@ class CountedLoops(TrainingCounters):
                     self._begin_epoch(self.epoch + 1)
         self.streams.end_loop(number, has_run=has_run, resumed_at=self._resumed_at)
 
+    def ends_without_batches(self, may_ask_again: Callable[[], bool]) -> None:
+        """Note that the body is over where no batch can be asked for in what is left of it."""
+        is_untouched = not (
+            self._has_looped or any(at.is_over or at.is_under_way() for at in self._known.all)
+        )
+        if (
+            self._body is Boundary.EPOCH
+            and self.loaders
+            and is_untouched
+            and self.step == self._step_at_start
+        ):
+            self._has_looped = not may_ask_again()
+
     def _begin_loop(self, kind: str, total: int) -> int | None:
         """Return the number of an outermost loop that begins; None for one in the body of another."""
         done = {"epochs": self.epoch, "steps": self.step}

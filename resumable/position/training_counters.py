@@ -101,19 +101,6 @@ class TrainingCounters:
             )
         return Boundary.BATCH
 
-    def ends_without_batches(self, may_ask_again: Callable[[], bool]) -> None:
-        """Note that the body is over where no batch can be asked for in what is left of it."""
-        is_untouched = not (
-            self._has_looped or any(at.is_over or at.is_under_way() for at in self._known.all)
-        )
-        if (
-            self._body is Boundary.EPOCH
-            and self.loaders
-            and is_untouched
-            and self.step == self._step_at_start
-        ):
-            self._has_looped = not may_ask_again()
-
     def counters(self) -> dict[str, Any]:
         """Return the counters for a checkpoint: a batch or step in hand counts as done."""
         boundary = self.boundary()

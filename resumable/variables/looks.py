@@ -135,12 +135,11 @@ class Look:
             digests.setdefault(id(value), "")
             digests[id(value)] = digests[id(value)] or constants.digest_of(value)
             size += constants.size_of(value)
-            stored = None
+            entry["constant"] = [digests[id(value)], None]
             if size <= constants.LARGEST:
                 # That of some class may be none that can be stored.
                 with contextlib.suppress(Hole):
-                    stored = _WRITERS[node.kind](self, value, None, str(node))
-            entry["constant"] = [digests[id(value)], stored]
+                    entry["constant"][1] = _WRITERS[node.kind](self, value, None, str(node))
 
     def _is_foreign(self, node: Node) -> bool:
         """Whether an object in one of a library may not be filled."""
@@ -350,12 +349,9 @@ def _tensor(look: Look, value: Any, before: Content | None, where: str) -> Entry
     if (base := look._owned.base(value)) is not None:
         return {"view": [base, [*value.shape], [*value.stride()], value.storage_offset()]}
     is_parameter = isinstance(value, torch.nn.Parameter)
-    if type(value) not in (torch.Tensor, torch.nn.Parameter):
-        raise Hole(f"a {type(value).__name__}")
     if problem := encoder.unstorable(value):
         raise Hole(problem)
-    is_dense = value.layout is torch.strided
-    if is_dense and contents.memory_of(value.detach()).nbytes < value.nbytes > _LARGEST_EXPANDED:
+    if value.nbytes > _LARGEST_EXPANDED and contents.memory_of(value.detach()).nbytes < value.nbytes:
         raise Hole("a tensor that repeats its elements, and is far larger than its memory")
     return {
         "tensor": value.detach(),

@@ -101,7 +101,7 @@ class Variables:
         if is_due and self._putting is not None:
             return self._put_back(self._putting, stack, owned)
         self._putting = self._hold = None
-        self._numbers = {}
+        self._numbers.clear()
         return [], []
 
     @no_garbage_collection()
@@ -252,8 +252,10 @@ class Variables:
     def load(self, tree: Mapping[str, Any]) -> None:
         """Take what a look has stored; the next heads put it back."""
         self._putting, self._hold = Putting(tree), None
-        self._passes = {name: Pass.loaded(entries) for name, entries in tree.get("passes", {}).items()}
-        self._numbers = {name: [*one] for name, one in tree.get("numbers", {}).items()}
+        self._passes.clear()
+        self._passes.update((name, Pass.loaded(one)) for name, one in tree.get("passes", {}).items())
+        self._numbers.clear()
+        self._numbers.update(tree.get("numbers", {}))
 
     def pass_begins(self, loader: str) -> None:
         """Note with what a pass over a loader begins."""
