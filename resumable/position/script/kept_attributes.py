@@ -3,67 +3,20 @@
 from __future__ import annotations
 
 import dis
-import sys
 from collections.abc import Collection, Iterator
-from types import CodeType, FunctionType, ModuleType
-from typing import Any
+from types import CodeType, FunctionType
 
-from ...loaders.generators import code_names
-from . import script_frames
 from .bytecode import Bytecode, read_code
 from .events import codes_in
 from .statements import Statement
 
-_ALL_ATTRIBUTES = {"__dict__", "asdict", "vars"}
 _PASSES_ON = ("STORE_", "YIELD_", "RETURN_")
 _SHOWS = ("__repr__", "__str__")
-
-
-def is_needed(attribute: str, functions: Collection[FunctionType]) -> bool:
-    """Whether code may do more with an attribute than to count it up, to show it, or to make it again.
-
-    `functions` are those that load the data; the rest of the script's code is searched too.
-    """
-    loading = {code for one in functions for code in codes_in(one.__code__)}
-    if any(_ALL_ATTRIBUTES & {*code.co_names} for code in loading):
-        return True
-    if not any(_stores(code, attribute) for code in loading):
-        # Its code was not found.
-        return True
-    return any(_needs(code, attribute) for code in loading.union(*map(codes_in, _of_script())))
 
 
 def is_read(attribute: str, functions: Collection[FunctionType]) -> bool:
     """Whether these functions do more with an attribute than to count it up, to show it, or to make it."""
     return any(_needs(code, attribute) for one in functions for code in codes_in(one.__code__))
-
-
-def _of_script() -> Iterator[CodeType]:
-    """Yield the code of the script that is running, and of its modules."""
-    yield from (frame.f_code for frame in script_frames.of_script(sys._getframe()))
-    for name, module in [*sys.modules.items()]:
-        # Others, such as those that are imported at the first access, run code when they are looked at.
-        if type(module) is ModuleType and code_names.is_own(name):
-            for value in [*vars(module).values()]:
-                yield from _of_value(value)
-                if issubclass(type(value), type):
-                    yield from (code for one in [*vars(value).values()] for code in _of_value(one))
-
-
-def _of_value(value: Any) -> Iterator[CodeType]:
-    parts: tuple[Any, ...] = (value,)
-    # By the type alone: isinstance() asks a proxy for its class.
-    if type(value) is property:
-        parts = value.fget, value.fset
-    elif type(value) in (staticmethod, classmethod):
-        parts = (value.__func__,)
-    yield from (one.__code__ for one in parts if type(one) is FunctionType)
-
-
-def _stores(code: CodeType, attribute: str) -> bool:
-    return attribute in code.co_names and any(
-        one.opname == "STORE_ATTR" and one.argval == attribute for one in dis.get_instructions(code)
-    )
 
 
 def _needs(code: CodeType, attribute: str) -> bool:
