@@ -212,9 +212,9 @@ def learns(one: Any, index: int) -> None:
 
 
 class Vocabulary:
-    """As a library's: caches fill."""
+    """As one of a library: its caches fill."""
 
-    __module__ = "torch.text"
+    __module__ = "torch.nn"
 
     def __init__(self) -> None:
         self.parts: list[int] = []
