@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -18,7 +17,6 @@ from .generators.worker_rng import States
 from .source import Source
 from .workers import resharding
 from .workers.datasets import Stream, StreamEnded
-from .workers.object_counters import Counter, LoaderCounters
 from .workers.order import Draws, Generators, Order, Pulled
 from .workers.states import Stamp, Standing, Standings, Start, freeze
 
@@ -174,8 +172,8 @@ class EpochReader(Source):
         self.loader = loader
         self._generators = Generators(loader, own)
         self._stream = Stream(loader) if isinstance(loader.dataset, IterableDataset) else None
-        roots = {} if loader.num_workers else {"dataset": loader.dataset, "collate_fn": loader.collate_fn}
-        self._counters = LoaderCounters(roots, is_stream=self._stream is not None)
+        self.kept_by_workers = set[str]()
+        """The attributes that fetch after fetch changes in a worker, and no checkpoint has."""
         self._size = 0
         self._forget()
 
@@ -253,8 +251,7 @@ class EpochReader(Source):
             self._failed.append((number, worker))
             return
         worker, self._size, self._is_short, _, _, _, found = stamped
-        if found:
-            self._counters.note(Counter(*one) for one in found)
+        self.kept_by_workers.update(found)
         self._count(number)
         if worker >= 0:
             self._workers = self._workers.add(stamped)
@@ -287,15 +284,9 @@ class EpochReader(Source):
         if self._stream and not self._began:
             self._began = self._stream.began or worker_rng.read(search.find(self._generators.root()))
         self._draws = self._generators.read_each_time() if self._loads_ahead else None
-        # A thread that loads ahead does so while the script runs.
-        number = self._batches
-        is_look_due = number & (number + 1) == 0 and threading.current_thread() is threading.main_thread()
-        if is_look_due:
-            self._counters.before_batch(number)
         try:
             batch = next(batches)
         except StopIteration:
-            self._counters.epoch_ended()
             raise
         except Exception:
             if self._order.on_its_way:
@@ -305,9 +296,7 @@ class EpochReader(Source):
             if self._order.kept is not None:
                 # Seeding each sample must not move the training's generators.
                 rng.restore(self._order.kept)
-        if is_look_due:
-            self._counters.after_batch(number)
-        if self._stream and not number:
+        if self._stream and not self._batches:
             now = worker_rng.read(search.find(self._generators.root()))
             self._has_drawn = not rng.is_same(now, self._began)
         return self._came_out_here(batch)

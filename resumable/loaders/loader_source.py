@@ -169,7 +169,6 @@ class LoaderSource(EpochReader):
         if not loader.num_workers:
             if self._stream:
                 self._stream.prepare(opening.starts.get(0), self._generators.root())
-                self._counters.begin()
             self.order_begins()
             return in_process(self._view)
         # Seeds and copies of the dataset come from the state in which the workers were first made.
@@ -196,26 +195,17 @@ class LoaderSource(EpochReader):
         samplers = (self.loader.sampler, self.loader.batch_sampler)
         return bool(self.loader.num_workers) and all(map(draws_at_once, samplers))
 
-    def outgrown(
-        self,
-        keeps: Callable[[Any], bool],
-        *,
-        is_under_way: bool,
-        are_restored: bool,
-    ) -> str | None:
-        """Return a warning of changes to the dataset, sampler or collate_fn that a resume would lose.
+    def outgrown(self, keeps: Callable[[Any], bool], *, is_under_way: bool) -> str | None:
+        """Return a warning of changes to the loader or its dataset that a resume would lose.
 
-        `keeps`: whether an object is saved with the training; `are_restored`: whether the objects of
-        this process are.
+        `keeps`: whether an object is saved with the training.
         """
         if torchdata.was_asked_for_its_state(self.loader):
             return _BEGUN.format(type(self.loader).__name__)
         outgrown = self._of_untrained()
         if self._saved is None and outgrown is None:
             outgrown = self._dataset_length.outgrown(keeps, is_under_way=is_under_way)
-        here = {"sampler"} if self.loader.num_workers else {"sampler", "dataset", "collate_fn"}
-        restored = here if are_restored else ()
-        return outgrown or self._counters.new(self._order.counters, keeps, restored)
+        return outgrown
 
     # The state in a checkpoint.
 

@@ -18,6 +18,7 @@ from ..files.strict_json import Json
 from ..loaders import loader_changes
 from ..loaders.generators import rng, sharded_rng
 from ..loaders.loader_source import LoaderSource
+from ..loaders.workers import memory
 from ..position.loader_position import LoaderPosition
 from .models import ModulePart
 from .optimizers import OptimizerPart
@@ -263,15 +264,11 @@ class PositionPart(Part):
 class LoaderPart(PositionPart):
     """The position in one loader."""
 
-    def __init__(
-        self, name: str, live: LoaderPosition, is_saved: Callable[[Any], bool], *, are_restored: bool
-    ) -> None:
-        """`is_saved`: whether an object is saved with the training; `are_restored`: whether those behind the
-        loader are, with the script's variables.
-        """
+    def __init__(self, name: str, live: LoaderPosition, is_saved: Callable[[Any], bool]) -> None:
+        """`is_saved`: whether an object is saved with the training."""
         super().__init__(name, live, "rank")
         self.built = live.source.settings()
-        self._is_saved, self._are_restored = is_saved, are_restored
+        self._is_saved = is_saved
 
     def collect(self) -> dict[str, Any]:
         """Return the position; a collection has read the generators before, since other parts may draw."""
@@ -307,8 +304,9 @@ class LoaderPart(PositionPart):
         """Yield how its data has changed since the script passed it."""
         source, is_under_way = self.live.source, self.live.is_under_way()
         if isinstance(source, LoaderSource):
-            text = source.outgrown(self._is_saved, is_under_way=is_under_way, are_restored=self._are_restored)
+            text = source.outgrown(self._is_saved, is_under_way=is_under_way)
             yield from [f"{self.name}: {text}"] if text else []
+            yield from (memory.warning(self.name, one) for one in sorted(source.kept_by_workers))
 
 
 def make(name: str, live: Any, stem: str, modules: Sequence[ModulePart], rank: int | None = None) -> Part:

@@ -65,7 +65,7 @@ class Parts:
             *script,
         ]
         self.aliases = Aliases(early)
-        place = partial(LoaderPart, is_saved=self.aliases.holds, are_restored=bool(script))
+        place = partial(LoaderPart, is_saved=self.aliases.holds)
         self.all: Sequence[Part] = [
             *early,
             PositionPart("position", position, "rank"),  # before the generators: making an iterator draws

@@ -1,28 +1,36 @@
-"""Counters in datasets, samplers and collate functions: warned of by name, or exact with a state."""
+"""What a dataset or a collate function keeps in workers: warned of by name, or exact with a state."""
 
 from __future__ import annotations
 
+import functools
+import itertools
+import os
 import random
 import warnings
 import weakref
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from stopping import differences
 from torch.utils.data import (
+    ConcatDataset,
     DataLoader,
     Dataset,
-    DistributedSampler,
     IterableDataset,
     Sampler,
+    Subset,
+    TensorDataset,
     default_collate,
 )
 
 from resumable import RunState
+from resumable.loaders.workers.memory import signature
 
 SAMPLES, BATCH, EPOCHS = 12, 3, 2
 STOPS = [2, 4, 7]
@@ -131,15 +139,6 @@ class StatefulShuffling(Stateful, Shuffling):
     pass
 
 
-class ShufflingTensor(Shuffling):
-    def __init__(self) -> None:
-        self.indices = torch.arange(SAMPLES)
-
-    def __iter__(self) -> Iterator[int]:
-        self.indices.copy_(self.indices[torch.randperm(SAMPLES)])
-        return iter(self.indices.tolist())
-
-
 class Passes(IterableDataset[Any]):
     """Counts its passes."""
 
@@ -163,103 +162,93 @@ class Totals(Passes):
             yield torch.tensor([index, self.passes])
 
 
-class Served(Quiet):
-    """Counts its samples, and shows the number; no sample depends on it."""
+class Counting(Quiet):
+    """Keeps something of every sample; `keep` is one of the functions below."""
 
-    def __init__(self) -> None:
-        self.served = 0
+    def __init__(self, keep: Callable[[Any, int], object], **held: Any) -> None:
+        self.keep = keep
+        vars(self).update(held)
 
     def __getitem__(self, index: int) -> Any:
-        self.served += 1
-        if self.served % 5 == 0:
-            print(f"{self.served} samples")
+        self.keep(self, index)
         return super().__getitem__(index)
 
-    def __repr__(self) -> str:
-        return "Served()"
+
+def appends(one: Any, index: int) -> None:
+    one.kept.append(torch.tensor(index))
 
 
-class Passing(Seeded):
-    """Counts its passes, and shuffles by another number."""
+def counts_labels(one: Any, index: int) -> None:
+    one.kept[index % 2] += 1
+
+
+def adds_up(one: Any, index: int) -> None:
+    one.kept += index + 1
+
+
+def is_asked(one: Any, index: int) -> None:
+    next(one.kept)
+
+
+def fills(one: Any, index: int) -> None:
+    one.kept[index] = torch.tensor(index)
+
+
+def opens(one: Any, index: int) -> None:
+    if one.kept is None:
+        one.kept, one.size = open(os.devnull), SAMPLES  # noqa: SIM115
+
+
+def draws(one: Any, index: int) -> None:
+    one.kept.random()
+
+
+def looks_up(one: Any, index: int) -> None:
+    one.kept(index)
+
+
+def learns(one: Any, index: int) -> None:
+    one.kept.parts.append(index)
+
+
+class Vocabulary:
+    """As one of a library: its caches fill."""
+
+    __module__ = "torch.nn"
 
     def __init__(self) -> None:
-        super().__init__()
-        self.begun_passes = 0
-
-    def __iter__(self) -> Iterator[int]:
-        self.begun_passes = self.begun_passes + 1
-        print("pass", self.begun_passes)
-        return iter(random.sample(range(SAMPLES), SAMPLES))
+        self.parts: list[int] = []
 
 
-class Refilled(Sampler[int]):
-    """Makes its order again in each epoch, in the same list."""
-
+class Stage:
     def __init__(self) -> None:
-        self.refilled = [*range(SAMPLES)]
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def __iter__(self) -> Iterator[int]:
-        self.refilled.clear()
-        self.refilled.extend(random.sample(range(SAMPLES), SAMPLES))
-        return iter(self.refilled)
+        self.seen = 0
 
 
-class Redrawn(Refilled):
-    def __init__(self) -> None:
-        self.redrawn = torch.arange(SAMPLES)
-
-    def __iter__(self) -> Iterator[int]:
-        self.redrawn.copy_(torch.randperm(SAMPLES))
-        return iter(self.redrawn.tolist())
-
-
-class Clipped(Quiet):
-    """Depends on the number of its samples by way of a variable."""
-
-    def __init__(self) -> None:
-        self.clipped = 0
+class Staged(Quiet):
+    def __init__(self, stages: list[Stage]) -> None:
+        self.stages = stages
 
     def __getitem__(self, index: int) -> Any:
-        self.clipped += 1
-        number = min(self.clipped, 9)
-        return torch.tensor([index, number])
+        self.stages[1].seen += 1
+        return super().__getitem__(index)
 
 
-class Copied(Quiet):
-    """Gives the number of its samples to another attribute too."""
+def collating(seen: list[int]) -> Callable[[Any], Any]:
+    def collate(samples: Any) -> Any:
+        seen.append(len(samples))
+        return default_collate(samples)
 
-    def __init__(self) -> None:
-        self.copied = self.other = 0
-
-    def __getitem__(self, index: int) -> Any:
-        self.other = self.copied = self.copied + 1
-        return torch.tensor([index, self.other])
+    return collate
 
 
-class Named(Quiet):
-    """Reads the number of its samples by its name."""
-
-    def __init__(self) -> None:
-        self.named = 0
-
-    def __getitem__(self, index: int) -> Any:
-        self.named += 1
-        return torch.tensor([index, getattr(self, "named")])  # noqa: B009
-
-
-USED = [Clipped, Copied, Named]
-
-
-def over(dataset: Any = None, **how: Any) -> Callable[..., DataLoader[Any]]:
+def over(dataset: Callable[[], Any] = Quiet, **how: Any) -> Callable[..., DataLoader[Any]]:
     """Return what makes the loader: `sampler`, `batch_sampler` and `collate_fn` are classes."""
 
-    def make(**workers: Any) -> DataLoader[Any]:
+    def make(batch_size: int = BATCH, **workers: Any) -> DataLoader[Any]:
         made = {name: kind() for name, kind in how.items()}
-        size = {} if "batch_sampler" in how else {"batch_size": BATCH}
-        return DataLoader((dataset or Quiet)(), **size, **made, **workers)
+        size = {} if "batch_sampler" in how else {"batch_size": batch_size}
+        return DataLoader(dataset(), **size, **made, **workers)
 
     return make
 
@@ -286,71 +275,89 @@ def make(make_loader: Callable[[], DataLoader[Any]]) -> dict[str, Any]:
     }
 
 
-def told(
-    run_dir: Path,
-    make_loader: Callable[[], DataLoader[Any]],
-    epochs: int = EPOCHS,
-    between: Callable[[DataLoader[Any], int, int], object] = lambda *_: None,
-    **options: Any,
-) -> list[str]:
-    """Return what is warned of in a training that saves after every batch."""
+def told(run_dir: Path, make_loader: Callable[[], Any], epochs: int = EPOCHS, **options: Any) -> list[str]:
+    """Return what is warned of in a training that saves after every epoch."""
     objects = make(make_loader)
-    loader = objects["loader"]
     with (
         warnings.catch_warnings(record=True) as caught,
         RunState.load(run_dir, **objects, **options) as state,
     ):
         warnings.simplefilter("always")
-        for epoch in state.epochs(epochs):
-            between(loader, epoch, 0)
-            for number, _ in enumerate(state.batches(), 1):
+        for _ in state.epochs(epochs):
+            for _ in state.batches():
                 objects["optimizer"].step()
-                between(loader, epoch, number)
-                state.save().wait()
             state.save().wait()
-    return [str(one.message) for one in caught if "changes as batches" in str(one.message)]
+    return [str(one.message) for one in caught if "as batches are loaded" in str(one.message)]
+
+
+def subset(dataset: Callable[[], Any]) -> Callable[[], Any]:
+    return lambda: ConcatDataset([Subset(dataset(), range(SAMPLES))])
 
 
 LOST = {
-    "dataset": (over(Numbered), "Numbered.calls", "dataset"),
-    "collate_fn": (over(collate_fn=Augment), "Augment.calls", "collate_fn"),
-    "sampler": (over(sampler=Seeded), "Seeded.epoch", "sampler"),
-    "list": (over(sampler=Shuffling), "Shuffling.indices", "sampler"),
-    "tensor": (over(sampler=ShufflingTensor), "ShufflingTensor.indices", "sampler"),
-    "passes": (over(Passes), "Passes.passes", "dataset"),
-    "totals": (over(Totals), "Totals.passes", "dataset"),
+    "a number": (over(Numbered), "dataset.calls"),
+    "behind torch's": (over(subset(Numbered)), "dataset.datasets[0].dataset.calls"),
+    "of a collate_fn": (over(collate_fn=Augment), "collate_fn.calls"),
+    "of a closure": (over(collate_fn=lambda: collating([0])), "collate_fn.<seen>"),
+    "of a stage": (over(lambda: Staged([Stage(), Stage()])), "dataset.stages[1].seen"),
+    "list": (over(lambda: Counting(appends, kept=[])), "dataset.kept"),
+    "window": (over(lambda: Counting(appends, kept=deque(maxlen=3))), "dataset.kept"),
+    "dict": (over(lambda: Counting(counts_labels, kept=Counter())), "dataset.kept"),
+    "tensor": (over(lambda: Counting(adds_up, kept=torch.zeros(2))), "dataset.kept"),
+    "array": (over(lambda: Counting(adds_up, kept=np.zeros(2))), "dataset.kept"),
+    "count": (over(lambda: Counting(is_asked, kept=itertools.count())), "dataset.kept"),
 }
 
 
-@pytest.mark.quick(3)
-@pytest.mark.parametrize("dataset", USED)
-def test_a_counter_on_which_something_may_depend_is_warned_of(run_dir: Path, dataset: Any) -> None:
-    (text,) = told(run_dir, over(dataset))
-
-    assert f".{dataset.__name__.lower()} changes" in text
-
-
-@pytest.mark.parametrize("workers", WORKERS, ids=["here", "new", "kept"])
+@pytest.mark.parametrize("workers", [NEW, KEPT], ids=["new", "kept"])
 @pytest.mark.parametrize("name", LOST)
-@pytest.mark.quick(24)
-def test_a_counter_that_a_resume_loses_is_warned_of_once_by_name(
+@pytest.mark.quick(10)
+def test_what_a_worker_keeps_is_warned_of_once_by_name(
     run_dir: Path, name: str, workers: dict[str, Any]
 ) -> None:
-    make_loader, attribute, role = LOST[name]
+    make_loader, attribute = LOST[name]
 
-    found = told(run_dir, partial(make_loader, **workers))
+    (text,) = told(run_dir, partial(make_loader, batch_size=1, **workers))
 
-    if workers is NEW and name in ("passes", "totals"):
-        # Workers that are new in each epoch run such a stream from its beginning: nothing is lost.
-        assert not differences(run_dir, partial(make, partial(make_loader, **workers)), train, STOPS)
-        assert found == []
-    else:
-        (text,) = found
-        has_order = attribute.endswith("indices")
-        first = "what the script gives it" if has_order else "0"
-        assert text.startswith(f"loader: {attribute} changes as batches are loaded, and is in no checkpoint")
-        assert f"begins it with {first}. If" in text
-        assert f"give the {role} state_dict()" in text
+    assert text.startswith(f"loader.{attribute} changes as batches are loaded in a worker")
+    assert f"give the {attribute.partition('.')[0]} state_dict()" in text
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_a_worker_that_is_not_forked_tells_it_too(run_dir: Path, method: str) -> None:
+    how = {"num_workers": 1, "persistent_workers": True, "multiprocessing_context": method}
+
+    (text,) = told(run_dir, lambda: DataLoader(Numbered(), 1, **how), epochs=1)
+
+    assert text.startswith("loader.dataset.calls changes")
+
+
+@pytest.mark.parametrize("name", LOST)
+@pytest.mark.parametrize("variables", [True, False])
+@pytest.mark.quick(20)
+def test_nothing_is_told_of_the_trainings_own_process(run_dir: Path, name: str, variables: bool) -> None:
+    assert told(run_dir, partial(LOST[name][0], batch_size=1), variables=variables) == []
+
+
+STREAMS = {"passes": Passes, "totals": Totals}
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_what_a_stream_keeps_from_epoch_to_epoch_is_told(run_dir: Path, name: str) -> None:
+    (text,) = told(run_dir, partial(over(STREAMS[name]), **KEPT), epochs=3)
+
+    assert text.startswith("loader.dataset.passes changes")
+
+
+@pytest.mark.heavy
+@pytest.mark.proves("exact")
+@pytest.mark.parametrize("name", STREAMS)
+def test_a_stream_whose_workers_end_with_its_epoch_is_exact(run_dir: Path, name: str) -> None:
+    make_loader = partial(over(STREAMS[name]), **NEW)
+
+    assert differences(run_dir / "stopped", partial(make, make_loader), train, STOPS) == []
+    assert told(run_dir / "told", make_loader, epochs=3) == []
 
 
 KEEPING = {
@@ -375,30 +382,13 @@ def test_with_a_state_it_is_exact_and_not_warned_of(
     assert told(run_dir / "told", make_loader) == []
 
 
-# What is no counter.
+class Touchy(dict[str, int]):
+    """Refuses to be looked at."""
 
+    def __len__(self) -> int:
+        raise AssertionError
 
-class Lazy(Quiet):
-    """Opens its file, fills its cache and notes that, with its first samples."""
-
-    def __init__(self) -> None:
-        self.file: Any = None
-        self.is_open, self.size, self.opened = False, None, -1.0
-
-    def __getitem__(self, index: int) -> Any:
-        if not self.is_open:
-            self.file, self.is_open, self.size, self.opened = object(), True, SAMPLES, 17.5
-        return super().__getitem__(index)
-
-
-class Positions(Shuffling):
-    """Counts from 0 in every epoch, and makes a new order each time."""
-
-    def __iter__(self) -> Iterator[int]:
-        self.at, self.indices = 0, random.sample(range(SAMPLES), SAMPLES)
-        for index in self.indices:
-            self.at += 1
-            yield index
+    __iter__ = items = __getattribute__ = __len__  # type: ignore[assignment]
 
 
 class Restarting(Totals):
@@ -407,70 +397,36 @@ class Restarting(Totals):
         return super().__iter__()
 
 
-def distributed(**how: Any) -> DataLoader[Any]:
-    sampler = DistributedSampler(Quiet(), 1, 0)
-    return DataLoader(Quiet(), BATCH, sampler=sampler, **how)
-
-
-def set_epoch(loader: DataLoader[Any], epoch: int, number: int) -> None:
-    if not number:
-        loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
-
-
-def set_progress(loader: DataLoader[Any], epoch: int, number: int) -> None:
-    loader.dataset.step = 10 * epoch + number  # type: ignore[attr-defined]
-    loader.sampler.step = 10 * epoch + number  # type: ignore[attr-defined]
-
-
-def nothing(loader: DataLoader[Any], epoch: int, number: int) -> None:
-    pass
+def numbers() -> Any:
+    datasets = pytest.importorskip("datasets")
+    return datasets.Dataset.from_dict({"x": [*range(SAMPLES)]}).with_format("torch")
 
 
 QUIET = {
-    "opened late": (over(Lazy), nothing),
-    "distributed": (distributed, set_epoch),
-    "positions": (over(sampler=Positions), nothing),
-    "progress": (over(Lazy, sampler=Positions), set_progress),
-    "stream": (over(Restarting), nothing),
-    "samples that are only counted": (over(Served), nothing),
-    "passes that are only counted": (over(sampler=Passing), nothing),
-    "refilled": (over(sampler=Refilled), nothing),
-    "redrawn": (over(sampler=Redrawn), nothing),
+    "plain": over(Quiet),
+    "tensors": over(lambda: TensorDataset(torch.arange(SAMPLES))),
+    "hugging face": over(numbers),
+    "opened late": over(lambda: Counting(opens, kept=None)),
+    "cache": over(lambda: Counting(fills, kept={})),
+    "large cache": over(lambda: Counting(fills, kept=dict.fromkeys(range(-20_000, 0), 0))),
+    "places of a cache": over(lambda: Counting(fills, kept=[None] * SAMPLES)),
+    "lru_cache": over(lambda: Counting(looks_up, kept=functools.lru_cache(lambda index: [index]))),
+    "generator": over(lambda: Counting(draws, kept=random.Random(3))),
+    "of a library": over(lambda: Counting(learns, kept=Vocabulary())),
+    "large": over(lambda: Counting(adds_up, kept=np.zeros(200_000))),
+    "with a state": over(StatefulNumbered),
+    "stream": over(Restarting),
 }
 
 
-@pytest.mark.parametrize("workers", WORKERS, ids=["here", "new", "kept"])
+@pytest.mark.parametrize("workers", [NEW, KEPT], ids=["new", "kept"])
 @pytest.mark.parametrize("name", QUIET)
-@pytest.mark.quick(20)
-def test_what_the_script_sets_or_loading_sets_once_is_no_counter(
-    run_dir: Path, name: str, workers: dict[str, Any]
-) -> None:
-    make_loader, between = QUIET[name]
-
-    assert told(run_dir, partial(make_loader, **workers), between=between) == []
+@pytest.mark.quick(10)
+def test_what_every_start_makes_again_is_not_told(run_dir: Path, name: str, workers: dict[str, Any]) -> None:
+    assert told(run_dir, partial(QUIET[name], batch_size=1, **workers), epochs=3) == []
 
 
-@pytest.mark.heavy
-@pytest.mark.proves("exact")
-@pytest.mark.parametrize("workers", WORKERS, ids=["here", "new", "kept"])
-@pytest.mark.parametrize("name", ["refilled", "redrawn", "samples that are only counted"])
-def test_what_is_not_warned_of_is_exact(run_dir: Path, name: str, workers: dict[str, Any]) -> None:
-    make_loader, _ = QUIET[name]
+def test_looking_runs_no_code_of_a_dataset(run_dir: Path) -> None:
+    signature({"dataset": [weakref.proxy(one := Quiet()), Touchy()]})
 
-    assert differences(run_dir, partial(make, partial(make_loader, **workers)), train, STOPS) == []
-
-
-def test_a_proxy_of_an_object_that_is_gone_does_no_harm(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make_loader, between = QUIET["samples that are only counted"]
-    monkeypatch.setitem(globals(), "gone", weakref.proxy(Quiet()))
-
-    assert told(run_dir, make_loader, between=between) == []
-
-
-def test_an_order_in_extra_is_in_the_checkpoint(run_dir: Path) -> None:
-    sampler = Shuffling()
-    loader = DataLoader(Quiet(), BATCH, sampler=sampler)
-
-    assert told(run_dir, lambda: loader, extra={"order": sampler.indices}) == []
+    assert one is not None

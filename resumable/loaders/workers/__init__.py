@@ -11,7 +11,7 @@ __all__ = [
     "datasets",
     "drawn",
     "hugging_face",
-    "object_counters",
+    "memory",
     "order",
     "resharding",
     "shelter",

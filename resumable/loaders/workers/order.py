@@ -29,7 +29,6 @@ from ..generators.worker_rng import States
 from . import resharding
 from .datasets import EpochTooShort
 from .drawn import Drawn
-from .object_counters import Counters
 from .states import is_stateful
 from .torchdata import counts_its_samples
 
@@ -146,7 +145,6 @@ class Order:
         samplers = (loader.sampler, loader.batch_sampler)
         # The count of one that counts is that of the whole pass as it ends: loaded, it would be empty.
         self._stateful: list[Any] = [s for s in samplers if is_stateful(s) and not counts_its_samples(s)]
-        self.counters = Counters("sampler", self._sampler, is_run_again=True)
         self._logs_draws = not (self._is_stream or draws_at_once(self._sampler))
         """Whether the sampler may draw after its first batch."""
         self._generators = generators
@@ -208,7 +206,6 @@ class Order:
         if not self._is_stream:
             self._drawn = self._generators.read()
             self._states = self.states()
-        self.counters.begin()
         # Some samplers draw as their iterator is made.
         with self._to_skip[1] if self._to_skip else nullcontext():
             inner = iter(self._sampler)
@@ -316,13 +313,11 @@ class Order:
 
     def pull(self, inner: Iterator[Any]) -> Any:
         """Return the indices of the next batch; StopIteration if there is none."""
-        # After the first two batches most samplers show nothing new.
-        is_plain = self.pulled > 1 and self._seeded_epoch is None and not self._logs_draws
+        is_plain = self._seeded_epoch is None and not self._logs_draws
         indices = next(inner, _END) if is_plain else self._ask(inner)
         if indices is _END:
             # A sampler may draw again as it ends.
             self._has_ended = True
-            self.counters.epoch_ended()
             raise StopIteration
         pulled = self._numbered(indices)
         self.on_its_way.append(pulled)
@@ -332,14 +327,11 @@ class Order:
         return indices
 
     def _ask(self, inner: Iterator[Any]) -> Any:
-        """Ask the sampler for a batch, and look for counters that this changes in it."""
+        """Ask the sampler for a batch, and log its late draws."""
         self.kept = None
-        self.counters.before_batch(self.pulled)
         # The draws for the first batch may be those of the whole order.
         is_logged = self._logs_draws and self.pulled
-        indices = self._ask_logged(inner) if is_logged else next(inner, _END)
-        self.counters.after_batch(self.pulled)
-        return indices
+        return self._ask_logged(inner) if is_logged else next(inner, _END)
 
     def _ask_logged(self, inner: Iterator[Any]) -> Any:
         """Ask the sampler for a batch, and log its late draws."""

@@ -16,9 +16,9 @@ from ..generators import worker_rng
 from ..generators.worker_rng import States
 from . import hugging_face
 
-Stamp = tuple[int, int, bool, States, "States | None", dict[str, Any], "list[tuple[str, str, str]]"]
+Stamp = tuple[int, int, bool, States, "States | None", dict[str, Any], "list[str]"]
 """Worker, samples, whether the stream has ended, and what changed with the batch: generators, those when
-the stream began, states of the data, and counters that no state has.
+the stream began, states of the data, and what it keeps that no state has.
 
 A plain tuple: sending a class of ours would cost twice as much."""
 

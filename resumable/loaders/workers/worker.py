@@ -17,7 +17,7 @@ from ...processes import signals
 from ..generators import rng, search, worker_rng
 from ..generators.worker_rng import States, Watch
 from .datasets import Seeded, Stream, put_back
-from .object_counters import Counters
+from .memory import Memory
 from .states import Stamp, Start, freeze, is_stateful, states_of, thaw
 
 
@@ -51,7 +51,7 @@ class Worker:
         self._late = late
         self._unsent: States = {}
         self._keeps_objects = stream is None or loader.persistent_workers
-        self._counters: list[Counters] = []
+        self._memory: Memory | None = None
 
     @property
     def spared(self) -> Collection[int]:
@@ -83,11 +83,7 @@ class Worker:
             self._stream.prepare(start, self._root(), self._watch, has_ended)
         if number == 0 and self._keeps_objects:
             # All other workers would find the same.
-            is_stream = self._stream is not None
-            parts = self._parts().items()
-            self._counters = [Counters(name, part, is_run_again=is_stream) for name, part in parts]
-            for counters in self._counters:
-                counters.begin()
+            self._memory = Memory(self._parts())
 
     def __call__(self, samples: Any) -> tuple[Any, Stamp]:
         """Make a batch, and stamp it."""
@@ -103,11 +99,12 @@ class Worker:
             # A stream may make new generators when it begins.
             self._batches = self._batches if began is None else 0
         self._batches += 1
-        found: list[tuple[str, str, str]] = []
         if self._batches & (self._batches - 1) == 0:
             # Many datasets make their generators at the first sample, some even later.
             self._watch.add(search.find(self._root()), is_new=True)
-            found = self._counted(is_first=began is not None)
+        # A stream is run again from its epoch's beginning: what it has there is kept from the epoch before.
+        is_due = self._stream is None or began is not None
+        found = self._memory.after_fetch() if self._memory and is_due else []
         return batch, (self._number, size, is_short, self._changes(), began, self._changed_data(), found)
 
     def _changes(self) -> States:
@@ -124,15 +121,6 @@ class Worker:
             self._watch.add(search.find(self._root()), is_new=True)
             self._unsent = self._watch.changes()
             self._late[self._number] = bool(self._unsent)
-
-    def _counted(self, *, is_first: bool) -> list[tuple[str, str, str]]:
-        """Return the counters that are new; `is_first`: whether a stream has just begun an epoch."""
-        for counters in self._counters:
-            # The first batch after a resume in mid-epoch does not begin an epoch.
-            if is_first or self._batches > 1 or self._stream is None:
-                counters.after_batch(self._batches - 1)
-        new = (counter for counters in self._counters for counter in counters.new())
-        return [(counter.role, counter.name, counter.first) for counter in new]
 
     def _parts(self) -> dict[str, Any]:
         return {"dataset": self._dataset, "collate_fn": self._collate}
