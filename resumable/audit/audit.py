@@ -132,7 +132,11 @@ def _examine(made: Trials, verdict: Verdict, at: Sequence[int]) -> None:
         reached = _stops_before(unlike, straight, stopped, verdict.stops)
         culprits, rest = proof.culprits(made, straight, reached, ignored, unsteady)
         verdict.notes += _of_bystanders(culprits, rest)
-    verdict.lost = _weighed(verdict.lost, culprits)
+    certain = losses.unstorable(straight, verdict.stops)
+    verdict.lost = _weighed([*certain, *verdict.lost], culprits)
+    if not culprits and unlike and not diagnosis.settings_unlike(unlike):
+        # No value can be put back to prove it, but these are lost for sure.
+        culprits = certain
     if unlike:
         parted = diagnosis.of_resume(straight, stopped, unlike, culprits)
         verdict.findings.append(_of_chance(made, straight, parted) or parted)
@@ -154,9 +158,10 @@ def _stops_before(unlike: Unlike | None, straight: Trial, stopped: Trial, stops:
 
 def _weighed(lost: Sequence[Lost], culprits: Sequence[Lost]) -> list[Lost]:
     """Return what is lost with its weight: "state" if the training differs without it."""
-    names = {one.name for one in culprits}
-    rest = [one._replace(weight="note") for one in lost if one.name not in names]
-    return [*(one._replace(weight="state") for one in culprits), *rest]
+    found = {one.name: one._replace(weight="state") for one in culprits}
+    for one in lost:
+        found.setdefault(one.name, one)
+    return [*found.values()]
 
 
 def _of_bystanders(culprits: Sequence[Lost], rest: Sequence[Lost]) -> list[str]:

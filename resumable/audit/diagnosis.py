@@ -52,8 +52,9 @@ class Lost(NamedTuple):
 
     name: str
     kind: str
-    where: str
+    """What it is, or why no checkpoint can have it."""
     weight: str
+    """"state": with its value restored the training was the same again; "note" otherwise."""
     fix: str
     at: At
     before: Json
@@ -237,7 +238,7 @@ def of_resume(straight: Trial, stopped: Trial, unlike: Unlike, culprits: Sequenc
         naming.of(first),
         unlike.other.at,
         text,
-        names=settings or [f"{one.name} ({one.kind}{one.where and ', '}{one.where})" for one in culprits],
+        names=settings or [f"{one.name} ({one.kind})" for one in culprits],
         fix=_SAME_SETTINGS if settings else _fix_of(kind, unlike, first, culprits),
         evidence=evidence(unlike),
         rank=unlike.rank,
@@ -281,7 +282,7 @@ def _class_of(unlike: Unlike, first: Difference, culprits: Sequence[Lost]) -> st
 
 
 def _chooses_data(one: Lost) -> bool:
-    return one.kind in ("iterator", "DataLoader") or one.kind.endswith("Sampler")
+    return "iterator" in one.kind or one.kind.endswith(("DataLoader", "Sampler"))
 
 
 def is_generator(kind: str) -> bool:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ..trace.trace_file import At, Record
 from .diagnosis import Lost, pairs
 from .trials import Trial
 
-LOOP = "loop"
-"""The reason for a record: the first loop of a resumed process begins."""
+
+def rank_of(name: str, kind: str) -> tuple[bool, bool]:
+    """Return a rank by how likely a training depends on it: variables before objects, data before numbers."""
+    return "." in name, kind in ("number", "text", "none")
 
 
 def unsteady_names(trials: Sequence[Trial]) -> set[str]:
@@ -29,53 +31,55 @@ def unsteady_names(trials: Sequence[Trial]) -> set[str]:
 def lost(straight: Trial, stopped: Trial, stops: Sequence[At], unsteady: set[str]) -> list[Lost]:
     """Return what changes in the training, is in no part, and differs after a resume."""
     found: dict[str, Lost] = {}
-    for rank in range(min(len(straight.ranks), len(stopped.ranks))):
-        first = next((one for one in straight.ranks[rank] if one.why == "boundary"), None)
-        for record, reference in pairs(straight, stopped, stops, rank):
-            if reference is None or first is None:
-                break
-            if record.why == "resumed":
-                # What the script assigns before the first batch is not lost.
-                continue
-            for name, seen in _seen(reference).items():
-                is_other = name in _seen(record) and _digest(record, name) != seen["digest"]
-                is_new = is_other and name not in unsteady and name not in found
-                # Last: it looks through all boundaries, and a Trainer leads to thousands of names.
-                if is_new and _has_changed(straight, rank, name):
-                    found[name] = _lost(name, seen, _seen(record)[name], record.at)
-    return sorted(found.values(), key=_likely)
+    for rank, one in _differing(straight, stopped, stops, unsteady):
+        if one.name not in found and _has_changed(straight, rank, one.name):
+            found[one.name] = one
+    return _sorted(found)
 
 
 def suspects(straight: Trial, resumed: Trial, stop: At, unsteady: set[str]) -> list[Lost]:
-    """Return what is in no part and differs when a resumed training begins."""
-    found: dict[str, Lost] = {}
-    for rank in range(min(len(straight.ranks), len(resumed.ranks))):
-        then = straight.boundaries(rank).get(stop)
-        begins = [(one, then) for one in resumed.ranks[rank] if one.why == LOOP]
-        for record, reference in (*begins, *pairs(straight, resumed, [stop], rank)):
-            for name, seen in _seen(reference).items() if reference and record.why != "boundary" else ():
-                if name in _seen(record) and _digest(record, name) != seen["digest"] and name not in unsteady:
-                    found[name] = _lost(name, seen, _seen(record)[name], record.at)
-    return sorted(found.values(), key=_likely)
+    """Return what is in no part and differs when the first body of a resumed training begins."""
+    begins = _differing(straight, resumed, [stop], unsteady, why="first")
+    return _sorted({one.name: one for _, one in begins})
 
 
-def _likely(one: Lost) -> tuple[bool, int, str]:
-    return one.weight != "state", rank_of(one.kind), one.name
+def unstorable(straight: Trial, stops: Sequence[At]) -> list[Lost]:
+    """Return what the checkpoints of these places could not have of the script's variables."""
+    boundaries = straight.boundaries()
+    return [
+        Lost(name, why, "note", fix, at, None, None)
+        for at, name, why, fix in {
+            name: (at, name, why, fix)
+            for at in reversed(stops)
+            for name, why, fix in boundaries[at].more.get("unstorable", ())
+        }.values()
+    ]
 
 
-def rank_of(kind: str) -> int:
-    """Return the rank of a kind by how likely a training depends on it: objects before plain values."""
-    return 2 if kind in ("number", "text", "none") else kind in ("list", "dict", "set", "tuple", "deque")
+def _differing(
+    straight: Trial, stopped: Trial, stops: Sequence[At], unsteady: set[str], why: str = ""
+) -> Iterator[tuple[int, Lost]]:
+    """Yield what differs at each place of a rank; before the loop's head nothing is restored yet."""
+    for rank in range(min(len(straight.ranks), len(stopped.ranks))):
+        for record, reference in pairs(straight, stopped, stops, rank):
+            if reference is None:
+                break
+            if record.why == "resumed" or (why and record.why != why):
+                continue
+            now = _seen(record)
+            for name, then in _seen(reference).items():
+                if name in now and now[name]["digest"] != then["digest"] and name not in unsteady:
+                    values = then["value"], now[name]["value"]
+                    yield rank, Lost(name, then["kind"], "note", then["fix"], record.at, *values)
+
+
+def _sorted(found: Mapping[str, Lost]) -> list[Lost]:
+    return sorted(found.values(), key=lambda one: (rank_of(one.name, one.kind), one.name))
 
 
 def _has_changed(straight: Trial, rank: int, name: str) -> bool:
     digests = {_digest(one, name) for one in straight.ranks[rank] if one.why == "boundary"} - {None}
     return len(digests) > 1
-
-
-def _lost(name: str, then: Mapping[str, Any], now: Mapping[str, Any], at: At) -> Lost:
-    about = (then["kind"], then["where"], then["weight"], then["fix"])
-    return Lost(name, *about, at, then["value"], now["value"])
 
 
 def _seen(record: Record) -> Mapping[str, Any]:

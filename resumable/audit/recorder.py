@@ -6,8 +6,8 @@ import faulthandler
 import json
 import os
 import signal
-import sys
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -26,8 +26,7 @@ from ..session.observer import AUDIT, sentence
 from ..trace import digest
 from ..trace.trace_file import At, Record, path_of
 from ..trace.tracer import EVERY, Trace, here, is_place, plain, tensors_of
-from . import operations, survey, values
-from .losses import LOOP
+from . import fixes, operations, survey, values
 
 _LOADER = ("batch", "is_over", "generators")
 """The entries of a loader's position that are equal in a training that was never stopped."""
@@ -112,11 +111,7 @@ class Audit(Trace):
         self._position.handed.call_at_body(self._body_begins)
         if is_resumed:
             self._put_back("boundary")
-            self._position.handed.call_at_loop(self._loop_begins)
-
-    def _loop_begins(self) -> None:
-        self._write(LOOP, is_full=True)
-        self._put_back("boundary")
+            self._position.handed.call_at_loop(partial(self._put_back, "boundary"))
 
     def _body_begins(self) -> None:
         handed = self._position.handed.peek()
@@ -133,12 +128,12 @@ class Audit(Trace):
         # The script may assign it again between load and the loop, or between the epoch and its batches.
         if self._put:
             folder = path_of(Path(self._put["folder"]) / when, self._rank)
-            values.put_back(survey.look(self._parts, sys._getframe()), self._put["names"], folder)
+            values.put_back(survey.Survey(self._parts), self._put["names"], folder)
 
     def _keep_values(self, when: str) -> None:
         if self._keep:
             folder = path_of(Path(self._keep["folder"]) / when, self._rank)
-            values.write(survey.look(self._parts, sys._getframe()), self._keep["names"], folder)
+            values.write(survey.Survey(self._parts), self._keep["names"], folder)
 
     def boundary(self) -> Due | None:
         """Record the boundary, and leave where the plan says so."""
@@ -187,9 +182,11 @@ class Audit(Trace):
         kinds = self._parts.kinds()
         with open(self._samples, "ab") as file:
             parts = whole(self._parts, file)
-        seen = survey.take(self._parts, sys._getframe())
+        seen = survey.take(self._parts)
         told = {n: {**one._asdict(), "fix": sentence(one.fix)} for n, one in seen.items()}
         more: dict[str, Any] = {"unregistered": told, "settings": determinism.settings()}
+        if why == "boundary" and (lost := survey.unstorable(self._parts)):
+            more["unstorable"] = [[name, cause, fixes.of_lost(cause)] for name, cause in dict(lost).items()]
         if self._unseen:
             more["unseen"] = self._unseen
         if why != "boundary":
@@ -211,7 +208,8 @@ def whole(parts: Parts, samples: IO[bytes]) -> dict[str, Json]:
     """Return all values of all parts by name; write samples of the tensors to the file."""
     trees, about = collect(parts)
     values: dict[str, Json] = {}
-    for part in about:
+    # What is stored of the script's variables depends on the place; the survey compares their values.
+    for part in (one for one in about if about[one]["kind"] != "script"):
         found = {**plain(trees, part), **_tensors(tensors_of(trees, part), samples)}
         values[part] = _of_place(found) if is_place(about[part]) else found
     return values

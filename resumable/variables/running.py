@@ -10,10 +10,17 @@ from typing import Any, NamedTuple
 
 from ..objects import own
 from .looks import Namespace
-from .owned import Loaders
+from .owned import Loaders, Owned
 from .script import bytecode, frames
 
 _PACKAGE = __name__.partition(".")[0]
+
+
+def namespaces(owned: Owned) -> list[Namespace]:
+    """Return the namespaces of the script as it runs now."""
+    stack = frames.own_frames(sys._getframe(1))
+    found = running(stack, {}, lambda _: frozenset(), owned.loaders)
+    return [one.namespace for one in found]
 
 
 class Running(NamedTuple):
@@ -107,9 +114,15 @@ def _kept(variables: dict[str, Any]) -> dict[str, Any]:
     return {
         name: one
         for name, one in variables.items()
-        if not (name.startswith("__") and name.endswith("__"))
-        and own.module_of(type(one)).partition(".")[0] != _PACKAGE
+        if not (name.startswith("__") and name.endswith("__")) and not _is_packages(one)
     }
+
+
+def _is_packages(value: Any) -> bool:
+    """Whether a value is this package's, or a list of such, as `check()` returns it."""
+    if type(value) is list and value:
+        return type(value[0]) is not list and _is_packages(value[0])
+    return own.module_of(type(value)).partition(".")[0] == _PACKAGE
 
 
 def codes_in(held: Mapping[str, Any]) -> Iterator[CodeType]:
