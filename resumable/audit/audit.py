@@ -127,16 +127,14 @@ def _examine(made: Trials, verdict: Verdict, at: Sequence[int]) -> None:
     verdict.lost = losses.lost(straight, stopped, verdict.stops, unsteady)
     unlike = diagnosis.after_resume(straight, stopped, verdict.stops, ignored)
     failed = _failed(stopped) or _fell_short(straight, stopped, verdict.stops)
-    culprits: list[Lost] = []
+    certain, culprits = losses.unstorable(straight, verdict.stops), list[Lost]()
     if (unlike and not diagnosis.settings_unlike(unlike)) or (failed and failed.kind == diagnosis.DATA):
         reached = _stops_before(unlike, straight, stopped, verdict.stops)
         culprits, rest = proof.culprits(made, straight, reached, ignored, unsteady)
-        verdict.notes += _of_bystanders(culprits, rest)
-    certain = losses.unstorable(straight, verdict.stops)
-    verdict.lost = _weighed([*certain, *verdict.lost], culprits)
-    if not culprits and unlike and not diagnosis.settings_unlike(unlike):
         # No value can be put back to prove it, but these are lost for sure.
-        culprits = certain
+        culprits = culprits or certain
+        verdict.notes += _of_bystanders(culprits, rest)
+    verdict.lost = _weighed([*certain, *verdict.lost], culprits)
     if unlike:
         parted = diagnosis.of_resume(straight, stopped, unlike, culprits)
         verdict.findings.append(_of_chance(made, straight, parted) or parted)

@@ -54,7 +54,7 @@ class Lost(NamedTuple):
     kind: str
     """What it is, or why no checkpoint can have it."""
     weight: str
-    """"state": with its value restored the training was the same again; "note" otherwise."""
+    """"state": with its value restored the training was the same again, or no value can be; else "note"."""
     fix: str
     at: At
     before: Json
@@ -314,8 +314,9 @@ def _fix_of(kind: str, unlike: Unlike, first: Difference, culprits: Sequence[Los
     if unlike.other.why == "resumed":
         return f"give RunState all that {first.part} is made of, and let its state_dict return all of it."
     return {
-        DATA: "what chooses the data is in no part: give the loader to RunState (loader=) and loop over "
-        "state.batches(), and give what the choice depends on as extra=.",
+        DATA: "what chooses the data is in no part: give the loader to RunState (loader=), loop over "
+        "state.batches(), and give a dataset that changes in its workers a state_dict() and a "
+        "load_state_dict().",
         RANDOMNESS: "something draws more or less often than in the training that was not stopped: look for "
         "what depends on the time, on the process, or on state.resumed.",
     }.get(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..trace.trace_file import At, Record
@@ -28,19 +28,29 @@ def unsteady_names(trials: Sequence[Trial]) -> set[str]:
     }
 
 
-def lost(straight: Trial, stopped: Trial, stops: Sequence[At], unsteady: set[str]) -> list[Lost]:
-    """Return what changes in the training, is in no part, and differs after a resume."""
+def lost(
+    straight: Trial, resumed: Trial, stops: Sequence[At], unsteady: set[str], *, changes: bool = True
+) -> list[Lost]:
+    """Return what is in no part and differs when the first body after a resume begins.
+
+    `changes`: leave out what the training that was not stopped never changes.
+    """
     found: dict[str, Lost] = {}
-    for rank, one in _differing(straight, stopped, stops, unsteady):
-        if one.name not in found and _has_changed(straight, rank, one.name):
-            found[one.name] = one
-    return _sorted(found)
-
-
-def suspects(straight: Trial, resumed: Trial, stop: At, unsteady: set[str]) -> list[Lost]:
-    """Return what is in no part and differs when the first body of a resumed training begins."""
-    begins = _differing(straight, resumed, [stop], unsteady, why="first")
-    return _sorted({one.name: one for _, one in begins})
+    for rank in range(min(len(straight.ranks), len(resumed.ranks))):
+        for record, reference in pairs(straight, resumed, stops, rank):
+            if reference is None:
+                break
+            # Before the head of a loop nothing is restored yet, and later all follows from the first batch.
+            if record.why != "first":
+                continue
+            now = _seen(record)
+            for name, then in _seen(reference).items():
+                is_other = name in now and now[name]["digest"] != then["digest"] and name not in unsteady
+                if is_other and (not changes or _has_changed(straight, rank, name)):
+                    values = then["value"], now[name]["value"]
+                    one = Lost(name, then["kind"], "note", then["fix"], record.at, *values)
+                    found.setdefault(name, one)
+    return sorted(found.values(), key=lambda one: (rank_of(one.name, one.kind), one.name))
 
 
 def unstorable(straight: Trial, stops: Sequence[At]) -> list[Lost]:
@@ -54,27 +64,6 @@ def unstorable(straight: Trial, stops: Sequence[At]) -> list[Lost]:
             for name, why, fix in boundaries[at].more.get("unstorable", ())
         }.values()
     ]
-
-
-def _differing(
-    straight: Trial, stopped: Trial, stops: Sequence[At], unsteady: set[str], why: str = ""
-) -> Iterator[tuple[int, Lost]]:
-    """Yield what differs at each place of a rank; before the loop's head nothing is restored yet."""
-    for rank in range(min(len(straight.ranks), len(stopped.ranks))):
-        for record, reference in pairs(straight, stopped, stops, rank):
-            if reference is None:
-                break
-            if record.why == "resumed" or (why and record.why != why):
-                continue
-            now = _seen(record)
-            for name, then in _seen(reference).items():
-                if name in now and now[name]["digest"] != then["digest"] and name not in unsteady:
-                    values = then["value"], now[name]["value"]
-                    yield rank, Lost(name, then["kind"], "note", then["fix"], record.at, *values)
-
-
-def _sorted(found: Mapping[str, Lost]) -> list[Lost]:
-    return sorted(found.values(), key=lambda one: (rank_of(one.name, one.kind), one.name))
 
 
 def _has_changed(straight: Trial, rank: int, name: str) -> bool:

@@ -42,6 +42,14 @@ FORGOTTEN = [
 ]
 
 
+@pytest.fixture
+def here(is_on: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder of a script, with its variables in its checkpoints or not."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RESUMABLE_VARIABLES", "1" if is_on else "0")
+    return tmp_path
+
+
 @pytest.mark.quick(5)
 @pytest.mark.filterwarnings(
     "ignore:an optimizer", "ignore:a scheduler", "ignore:this loop draws", "ignore:.* has weights that change"
@@ -54,16 +62,13 @@ def test_what_a_script_forgets_is_lost_without_its_variables_only(
     name: str,
     fix: str,
     is_on: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    here: Path,
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("RESUMABLE_VARIABLES", "1" if is_on else "0")
     text = (SHAPES / shape).read_text()
     assert line in text
-    (tmp_path / shape).write_text(text.replace(line, ""))
+    (here / shape).write_text(text.replace(line, ""))
 
-    lost = {one.name: one.fix for one in runpy.run_path(str(tmp_path / shape), run_name="__main__")["lost"]}
+    lost = {one.name: one.fix for one in runpy.run_path(str(here / shape), run_name="__main__")["lost"]}
 
     assert (not lost) if is_on else (fix in lost[name])
 
