@@ -215,11 +215,10 @@ def _diverged() -> None:
 
 def _warned() -> None:
     warnings.simplefilter("error", kinds.ResumableWarning)
-    model, temperature = nn.Linear(1, 1), 1.0
+    model, temperatures = nn.Linear(1, 1), iter([1.0, 0.9])
     with RunState.load(EXP, model=model) as state:
         for _ in state.steps(2):
-            model(torch.ones(1)).div(temperature).backward()
-            temperature *= 0.9
+            model(torch.ones(1)).div(next(temperatures)).backward()
             state.save()
 
 

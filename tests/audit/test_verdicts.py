@@ -19,16 +19,16 @@ from resumable.cli.app import main
 from resumable.trace.trace_file import At
 
 MIDDLE, END = At("batch", 0, 4, 4), At("epoch", 1, 0, 6)
-EMA = Lost("ema.shadow", "4 tensors", "train.py:15", "state", "keep it", MIDDLE, None, None)
+EMA = Lost("ema.shadow", "4 tensors", "state", "keep it", MIDDLE, None, None)
 
 
-SEEN = Lost("seen", "number", "train.py:9", "note", "keep it", MIDDLE, 12, 0)
+SEEN = Lost("seen", "number", "note", "keep it", MIDDLE, 12, 0)
 FINDING = Finding(
     "state",
     "optimizer exp_avg of 0.weight",
     MIDDLE,
     "optimizer exp_avg of 0.weight differs by up to 0.0002 at step 4 (epoch 0, batch 4)",
-    names=["ema.shadow (4 tensors, train.py:15)"],
+    names=["ema.shadow (4 tensors)"],
     fix='RunState.load(..., extra={"ema": ema})',
     evidence=["batch digests are equal", "learning rates are equal"],
 )
@@ -66,7 +66,7 @@ def test_the_first_line_is_the_verdict_and_its_reason(
         "NOT exact: optimizer exp_avg of 0.weight differs by up to 0.0002 at step 4 (epoch 0, batch 4); "
         "batch digests and learning rates are equal -> state is missing: ema.shadow",
         "",
-        "  ema.shadow (4 tensors, train.py:15)",
+        "  ema.shadow (4 tensors)",
         '  Fix: RunState.load(..., extra={"ema": ema})',
     ]
 
@@ -122,14 +122,14 @@ def test_what_is_lost_is_reported_with_both_values(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     rate = SEEN._replace(name="rate", weight="state", before=0.1, after=0.07)
-    other = SEEN._replace(name="shown", where="")
-    finding = FINDING._replace(names=["rate (number, train.py:9)"])
+    other = SEEN._replace(name="shown")
+    finding = FINDING._replace(names=["rate (number)"])
 
     lines = printed(made(finding, lost=[rate, SEEN, other], notes=["another"]), capsys)
 
-    assert "  rate (number, train.py:9): 0.1 without the stop, 0.07 after it" in lines
+    assert "  rate (number): 0.1 without the stop, 0.07 after it" in lines
     assert lines[-2:] == [
-        "note: seen (train.py:9) and shown are lost by a resume; nothing that was trained here depends on "
+        "note: seen (number) and shown (number) are lost by a resume; nothing that was trained here depends on "
         "them, but a longer training may",
         "note: another",
     ]
