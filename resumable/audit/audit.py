@@ -126,7 +126,7 @@ def _examine(made: Trials, verdict: Verdict, at: Sequence[int]) -> None:
     unsteady = losses.unsteady_names([straight, *again])
     verdict.lost = losses.lost(straight, stopped, verdict.stops, unsteady)
     unlike = diagnosis.after_resume(straight, stopped, verdict.stops, ignored)
-    failed = _failed(stopped) or _fell_short(straight, stopped, verdict.stops)
+    failed = _failed(stopped) or _fell_short(straight, stopped)
     certain, culprits = losses.unstorable(straight, verdict.stops), list[Lost]()
     if (unlike and not diagnosis.settings_unlike(unlike)) or (failed and failed.kind == diagnosis.DATA):
         reached = _stops_before(unlike, straight, stopped, verdict.stops)
@@ -272,7 +272,7 @@ def _of_no_stop(straight: Trial) -> Finding:
     )
 
 
-def _fell_short(straight: Trial, stopped: Trial, stops: Sequence[At]) -> Finding | None:
+def _fell_short(straight: Trial, stopped: Trial) -> Finding | None:
     """Return a finding if the stopped run missed a boundary that the straight one reached."""
     there = stopped.boundaries()
     expected = (one.at for one in diagnosis.unasked(straight.records, there) if one.why == "boundary")
@@ -281,9 +281,6 @@ def _fell_short(straight: Trial, stopped: Trial, stops: Sequence[At]) -> Finding
     if not missing:
         return _broke_off(stopped) if last.has_hung else None
     begun = "after a resume" if len(stopped.attempts) > 1 else "told to leave"
-    unset = re.search(r"(?:NameError|UnboundLocalError): .*?'(\w+)'", last.error)
-    if unset and _is_last_batch(stops[: len(stopped.attempts) - 1], [*straight.boundaries()]):
-        return _of_unset(unset[1], missing[0])
     if _OTHER_BATCHES in last.error:
         said = last.error.partition(": ")[2].rstrip(".")
         return Finding(
@@ -302,26 +299,7 @@ def _fell_short(straight: Trial, stopped: Trial, stops: Sequence[At]) -> Finding
     )
 
 
-def _is_last_batch(stops: Sequence[At], boundaries: Sequence[At]) -> bool:
-    """Whether the last stop was right before an epoch's end."""
-    after = boundaries[boundaries.index(stops[-1]) + 1 :] if stops else []
-    return bool(after) and stops[-1].kind == "batch" and after[0].kind == "epoch"
-
-
 _OTHER_BATCHES = "StateMismatch: the loader does not give the batches that it gave before"
-
-
-def _of_unset(name: str, at: At) -> Finding:
-    # After an epoch's last batch a resume runs only the rest of the body: variables of the loop are unset.
-    return Finding(
-        diagnosis.STATE,
-        name,
-        at,
-        f"{name} is set in the loop over the batches and read after it: after a resume at the last batch, "
-        f"which runs only the rest of the epoch's body, there is none, and the script failed before {at}",
-        names=[name],
-        fix=f'keep it: state.vars["{name}"] = {name} in the loop, and read state.vars["{name}"] after it',
-    )
 
 
 def _stops(straight: Trial, at: Sequence[int], notes: list[str]) -> list[At]:

@@ -129,8 +129,8 @@ def test_what_is_lost_is_reported_with_both_values(
 
     assert "  rate (number): 0.1 without the stop, 0.07 after it" in lines
     assert lines[-2:] == [
-        "note: seen (number) and shown (number) are lost by a resume; nothing that was trained here depends on "
-        "them, but a longer training may",
+        "note: seen (number) and shown (number) are lost by a resume; nothing that was trained here depends "
+        "on them, but a longer training may",
         "note: another",
     ]
 
@@ -176,8 +176,14 @@ def test_json_has_just_the_documented_fields(capsys: pytest.CaptureFixture[str])
     assert set(re.findall(r"`(\w+)`", section.partition("class: ")[2].partition("(")[0])) == {*verdicts.WORDS}
 
 
-SHOWN = re.findall(r"```text\n((?:NOT|note).*?)```", (CLI_PAGE.parent / "audit.md").read_text(), re.DOTALL)
-SHOWN_BY = {re.search(r"(\w+)\.py:\d", text)[1]: text for text in SHOWN if ".py:" in text}  # type: ignore[index]
+SHOWN_BY = dict(
+    re.findall(
+        r"/broken/(\w+)\.py\)[^`]*?(?:`[^`\n]+`[^`]*?)*```text\n(NOT.*?)```",
+        (CLI_PAGE.parent / "audit.md").read_text(),
+        re.DOTALL,
+    )
+)
+"""What the page shows, by the script that it names before."""
 
 
 @pytest.mark.nightly
