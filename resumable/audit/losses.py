@@ -29,11 +29,11 @@ def unsteady_names(trials: Sequence[Trial]) -> set[str]:
 
 
 def lost(
-    straight: Trial, resumed: Trial, stops: Sequence[At], unsteady: set[str], *, changes: bool = True
+    straight: Trial, resumed: Trial, stops: Sequence[At], unsteady: set[str], *, is_all: bool = False
 ) -> list[Lost]:
     """Return what is in no part and differs when the first body after a resume begins.
 
-    `changes`: leave out what the training that was not stopped never changes.
+    `is_all`: with what the training that was not stopped never changes, or assigns before it reads it.
     """
     found: dict[str, Lost] = {}
     for rank in range(min(len(straight.ranks), len(resumed.ranks))):
@@ -45,11 +45,11 @@ def lost(
                 continue
             now = _seen(record)
             for name, then in _seen(reference).items():
-                is_other = name in now and now[name]["digest"] != then["digest"] and name not in unsteady
-                if is_other and (not changes or _has_changed(straight, rank, name)):
+                is_known = name in found or name in unsteady or (then.get("is_dead") and not is_all)
+                is_other = not is_known and name in now and now[name]["digest"] != then["digest"]
+                if is_other and (is_all or _has_changed(straight, rank, name)):
                     values = then["value"], now[name]["value"]
-                    one = Lost(name, then["kind"], "note", then["fix"], record.at, *values)
-                    found.setdefault(name, one)
+                    found[name] = Lost(name, then["kind"], "note", then["fix"], record.at, *values)
     return sorted(found.values(), key=lambda one: (rank_of(one.name, one.kind), one.name))
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from ..files import sharded_tensor
 from ..files.strict_json import Json
 from ..files.threads import no_garbage_collection
 from ..objects import contents, kinds, walks
@@ -16,9 +18,8 @@ from ..objects.walks import Node
 from ..parts.parts import Parts
 from ..session.observer import Unregistered
 from ..trace import digest
-from ..variables import libraries, running
+from ..variables import libraries
 from ..variables.looks import Look, Namespace
-from ..variables.owned import Owned
 from ..variables.part import ScriptPart
 from . import fixes
 from .losses import rank_of
@@ -28,6 +29,8 @@ _LONGEST = 80
 _CONTAINERS = {"list", "tuple", "dict", "set"}
 _DATA = {*_CONTAINERS, "array", "tensor", "buffer"}
 _WHOLE = {"generator", "count"}
+_NO_STATE = ("__", "training")
+"""How the names of attributes begin that are no state: loops and parts set the mode of a model."""
 WITH_ATTRIBUTES = {"object", "library", "network", "class", "function"}
 """The kinds of objects with attributes that have values of their own."""
 
@@ -40,6 +43,8 @@ class Seen(NamedTuple):
     value: Json
     """The value itself, if it is plain and short."""
     fix: str
+    is_dead: bool = False
+    """Whether it is a variable that no checkpoint needs: a resume assigns it before it is read."""
 
 
 class Item(NamedTuple):
@@ -93,8 +98,11 @@ class Survey:
     @no_garbage_collection()
     @torch.inference_mode(False)
     def __init__(self, parts: Parts) -> None:
-        self.owned = _owned(parts)
-        found = running.namespaces(self.owned)
+        script = _script_of(parts) or ScriptPart()
+        script.bind(parts)
+        self.owned = script.owned()
+        found = script.variables.namespaces(self.owned)
+        self._read = {one.key: one.may_be_read for one in found} if _script_of(parts) else {}
         # They change whatever they are told: a value that is put back need not be one that a loop assigns.
         self.namespaces = [one._replace(may_be_bound=frozenset(one.variables)) for one in found]
         self.look = Look(self.owned, {})
@@ -109,7 +117,9 @@ class Survey:
         self.nodes = [*walks.walk(self._roots(), self.look.is_leaf)]
         for node in self.nodes:
             if self.owned.name(node.value) is None and self.owned.base(node.value) is None:
-                self._add(node)
+                # An object of a library may raise anything; the others remain.
+                with contextlib.suppress(Exception):
+                    self._add(node)
         self.found = {name: self._seen(name, item) for name, item in self.items.items()}
 
     def _roots(self) -> Iterator[tuple[Step, Any]]:
@@ -129,7 +139,7 @@ class Survey:
         elif node.kind in WITH_ATTRIBUTES and not (node.kind == "library" and self.look.is_leaf(node)):
             covered = self.owned.covered(node.value) or ()
             for step, value in kinds.everything(node.value, node.kind):
-                if step.name not in covered and not str(step.name).startswith("__"):
+                if step.name not in covered and not str(step.name).startswith(_NO_STATE):
                     self._add_plain(f"{self._name(node)}{step}", Item(value, node, step, []))
 
     def _add_piece(self, home: Node, node: Node, told: str) -> None:
@@ -140,7 +150,7 @@ class Survey:
             self._pieces.setdefault(name, []).append(f"{str(node)[len(str(home)) :]} {told}")
 
     def _add_plain(self, name: str, item: Item) -> None:
-        if kinds.is_atom(item.value) or kinds.kind_of(item.value) == "enum":
+        if name not in self.items and (kinds.is_atom(item.value) or kinds.kind_of(item.value) == "enum"):
             self._pieces[name] = [digest.of(_plain(item.value))]
             self.items[name] = item
 
@@ -152,18 +162,13 @@ class Survey:
         kind = _kind_of(item.value, tensors)
         code = name.removeprefix(self._prefixes.get(item.step.how, ""))
         told = _told(item.value) if not item.nodes else None
-        return Seen(kind, digest.of(self._pieces[name]), told, fixes.of_value(code, item.value))
+        read = self._read.get(item.step.how)
+        is_dead = item.owner is None and read is not None and item.step.name not in read
+        return Seen(kind, digest.of(self._pieces[name]), told, fixes.of_value(code, item.value), is_dead)
 
 
 def _script_of(parts: Parts) -> ScriptPart | None:
     return next((one for one in parts.all if isinstance(one, ScriptPart)), None)
-
-
-def _owned(parts: Parts) -> Owned:
-    if (script := _script_of(parts)) is None:
-        script = ScriptPart()
-        script.bind(parts)
-    return script.owned()
 
 
 def _prefixes(namespaces: Iterable[Namespace]) -> dict[str, str]:
@@ -193,7 +198,8 @@ def _digest_of(look: Look, node: Node) -> str:
     """Return a digest of what an object itself has, the same in every process."""
     value = node.value
     if node.kind == "tensor":
-        return repr(contents.digest_of_tensor(value.detach()))
+        with torch._C.DisableTorchFunctionSubclass():
+            return repr(contents.digest_of_tensor(sharded_tensor.local(value).detach()))
     if node.kind == "buffer":
         return digest.of(bytes(value))
     if node.kind == "array":

@@ -10,17 +10,10 @@ from typing import Any, NamedTuple
 
 from ..objects import own
 from .looks import Namespace
-from .owned import Loaders, Owned
+from .owned import Loaders
 from .script import bytecode, frames
 
 _PACKAGE = __name__.partition(".")[0]
-
-
-def namespaces(owned: Owned) -> list[Namespace]:
-    """Return the namespaces of the script as it runs now."""
-    stack = frames.own_frames(sys._getframe(1))
-    found = running(stack, {}, lambda _: frozenset(), owned.loaders)
-    return [one.namespace for one in found]
 
 
 class Running(NamedTuple):
