@@ -9,6 +9,9 @@ from ..trace.trace_file import At, Record
 from .diagnosis import Lost, pairs
 from .trials import Trial
 
+LOOP = "loop"
+"""The reason for a record: the first loop of a resumed process begins."""
+
 
 def rank_of(name: str, kind: str) -> tuple[bool, bool]:
     """Return a rank by how likely a training depends on it: variables before objects, data before numbers."""
@@ -28,29 +31,38 @@ def unsteady_names(trials: Sequence[Trial]) -> set[str]:
     }
 
 
-def lost(
-    straight: Trial, resumed: Trial, stops: Sequence[At], unsteady: set[str], *, is_all: bool = False
-) -> list[Lost]:
-    """Return what is in no part and differs when the first body after a resume begins.
+def lost(straight: Trial, resumed: Trial, stops: Sequence[At], unsteady: set[str]) -> list[Lost]:
+    """Return what changes in the training, is in no part, and differs when a resumed body begins."""
+    found = _differing(straight, resumed, stops, unsteady)
+    return [one for one, rank, is_dead in found if not is_dead and _has_changed(straight, rank, one.name)]
 
-    `is_all`: with what the training that was not stopped never changes, or assigns before it reads it.
-    """
-    found: dict[str, Lost] = {}
+
+def suspects(straight: Trial, resumed: Trial, stop: At, unsteady: set[str]) -> list[Lost]:
+    """Return all that is in no part and differs when a resumed training begins."""
+    return [one for one, _, _ in _differing(straight, resumed, [stop], unsteady, is_all=True)]
+
+
+def _differing(
+    straight: Trial, resumed: Trial, stops: Sequence[At], unsteady: set[str], *, is_all: bool = False
+) -> list[tuple[Lost, int, bool]]:
+    """Return what differs, each with its rank and whether it is assigned before it is read."""
+    found: dict[str, tuple[Lost, int, bool]] = {}
     for rank in range(min(len(straight.ranks), len(resumed.ranks))):
-        for record, reference in pairs(straight, resumed, stops, rank):
-            if reference is None:
-                break
-            # Before the head of a loop nothing is restored yet, and later all follows from the first batch.
-            if record.why != "first":
-                continue
+        # Before the head of a loop nothing is restored yet, and later all follows from the first batch.
+        begins = [two for two in pairs(straight, resumed, stops, rank) if two[0].why == "first"]
+        if is_all and not begins:
+            # Bodies without batches.
+            loops = (one for one in resumed.ranks[rank] if one.why == LOOP)
+            begins = [(one, straight.boundaries(rank).get(at)) for one, at in zip(loops, stops, strict=False)]
+        for record, reference in begins:
             now = _seen(record)
-            for name, then in _seen(reference).items():
-                is_known = name in found or name in unsteady or (then.get("is_dead") and not is_all)
-                is_other = not is_known and name in now and now[name]["digest"] != then["digest"]
-                if is_other and (is_all or _has_changed(straight, rank, name)):
+            for name, then in _seen(reference).items() if reference else ():
+                is_known = name in found or name in unsteady or name not in now
+                if not is_known and now[name]["digest"] != then["digest"]:
                     values = then["value"], now[name]["value"]
-                    found[name] = Lost(name, then["kind"], "note", then["fix"], record.at, *values)
-    return sorted(found.values(), key=lambda one: (rank_of(one.name, one.kind), one.name))
+                    one = Lost(name, then["kind"], "note", then["fix"], record.at, *values)
+                    found[name] = one, rank, then.get("is_dead", False)
+    return sorted(found.values(), key=lambda one: (rank_of(one[0].name, one[0].kind), one[0].name))
 
 
 def unstorable(straight: Trial, stops: Sequence[At]) -> list[Lost]:

@@ -28,7 +28,7 @@ def culprits(
         found = _At(made, straight, base, stop, ignored)
         control = made.resumed("resumed, trained to the end", base, boundaries[-1])
         if not found.is_gone(control):
-            suspects = losses.lost(straight, control, [stop], unsteady, is_all=True)
+            suspects = losses.suspects(straight, control, stop, unsteady)
             needed, rest = found.least([one.name for one in suspects], suspects)
             if needed:
                 return needed, rest

@@ -7,7 +7,6 @@ import json
 import os
 import signal
 from collections.abc import Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -27,6 +26,7 @@ from ..trace import digest
 from ..trace.trace_file import At, Record, path_of
 from ..trace.tracer import EVERY, Trace, here, is_place, plain, tensors_of
 from . import fixes, operations, survey, values
+from .losses import LOOP
 
 _LOADER = ("batch", "is_over", "generators")
 """The entries of a loader's position that are equal in a training that was never stopped."""
@@ -111,7 +111,11 @@ class Audit(Trace):
         self._position.handed.call_at_body(self._body_begins)
         if is_resumed:
             self._put_back("boundary")
-            self._position.handed.call_at_loop(partial(self._put_back, "boundary"))
+            self._position.handed.call_at_loop(self._loop_begins)
+
+    def _loop_begins(self) -> None:
+        self._write(LOOP, is_full=True)
+        self._put_back("boundary")
 
     def _body_begins(self) -> None:
         handed = self._position.handed.peek()
