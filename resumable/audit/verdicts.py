@@ -135,7 +135,9 @@ def value_of(value: Json) -> str:
 def notes_of(verdict: Verdict) -> list[str]:
     """Return the notes, the most important first."""
     told = {bare(name) for finding in verdict.findings for name in finding.names}
-    idle = [one for one in verdict.lost if one.weight != "state" and one.name not in told]
+    # Of an object that no checkpoint can have, what is in it may be told already.
+    known = [one for name in told for one in (name, name.rpartition(".")[0])]
+    idle = [one for one in verdict.lost if one.weight != "state" and one.name not in known]
     if not idle:
         return [*verdict.notes]
     places = [f"{one.name} ({one.kind})" for one in idle]
