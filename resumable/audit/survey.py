@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ..files import sharded_tensor
 from ..files.strict_json import Json
 from ..files.threads import no_garbage_collection
 from ..objects import contents, kinds, walks
@@ -199,7 +198,7 @@ def _digest_of(look: Look, node: Node) -> str:
     value = node.value
     if node.kind == "tensor":
         with torch._C.DisableTorchFunctionSubclass():
-            return repr(contents.digest_of_tensor(sharded_tensor.local(value).detach()))
+            return repr(contents.digest_of_tensor(value))
     if node.kind == "buffer":
         return digest.of(bytes(value))
     if node.kind == "array":

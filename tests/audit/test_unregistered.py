@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import inspect
 import random
 import runpy
 import weakref
@@ -46,7 +47,8 @@ FORGOTTEN = [
 def here(is_on: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current folder of a script, with its variables in its checkpoints or not."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("RESUMABLE_VARIABLES", "1" if is_on else "0")
+    load: Any = RunState.load
+    monkeypatch.setitem(inspect.unwrap(load.__func__).__kwdefaults__, "variables", is_on)
     return tmp_path
 
 
@@ -281,7 +283,7 @@ def test_what_changed_is_put_back_into_objects_as_they_begin(run_dir: Path, tmp_
 
 
 def test_a_save_does_not_warn_of_what_a_check_has_returned(run_dir: Path) -> None:
-    with RunState.load(run_dir) as state:
+    with RunState.load(run_dir, variables=True) as state:
         prompts = iter("abcdef")
         for _ in state.steps(2):
             next(prompts)
