@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forks import Forks
 from places import CLI_PAGE, DATA
 
 from resumable.audit import audit, verdicts
@@ -194,14 +193,13 @@ SHOWN_BY = {
 @pytest.mark.parametrize("name", SHOWN_BY)
 def test_what_the_page_about_audits_shows_is_what_such_a_script_gets(
     name: str,
-    forks: Forks,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     script = next((DATA / "zoo").glob(f"*/{name}.py"))
-    told = printed(audit.audit([sys.executable, str(script)], start=forks), capsys)
+    told = printed(audit.audit([sys.executable, str(script)]), capsys)
 
     for line in filter(None, SHOWN_BY[name].splitlines()):
         assert _without_sizes(line) in [*map(_without_sizes, told)]
