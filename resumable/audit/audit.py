@@ -124,8 +124,10 @@ def _examine(made: Trials, verdict: Verdict, at: Sequence[int]) -> None:
         verdict.findings.append(fresh)
         return
     unsteady = losses.unsteady_names([straight, *again])
-    verdict.lost = losses.lost(straight, stopped, verdict.stops, unsteady)
     unlike = diagnosis.after_resume(straight, stopped, verdict.stops, ignored)
+    lost = losses.lost(straight, stopped, verdict.stops, unsteady)
+    # Where the training has become another one, all of it differs.
+    verdict.lost = [one for one in lost if unlike is None or one.at.step <= unlike.one.at.step]
     failed = _failed(stopped) or _fell_short(straight, stopped)
     certain, culprits = losses.unstorable(straight, verdict.stops), list[Lost]()
     if (unlike and not diagnosis.settings_unlike(unlike)) or (failed and failed.kind == diagnosis.DATA):
