@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import signal
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Protocol, overload
@@ -513,25 +512,23 @@ the batches since are left out (1 of 3 times)
         return self._saving.best is not None and self._saving.best.since >= saves
 
     def check(self) -> list[Unregistered]:
-        """Return what has changed since the first call and is in no part: a resume would lose it.
+        """Return what a resume would lose: what changes, is in no part, and cannot be in a checkpoint.
 
-        Call it at the end of batches or epochs. The `weight` of each is "state" if a resumed training would
-        differ, "note" if only what is shown may be lost; the former come first.
+        Call it at the end of batches or epochs. With `variables=False` it returns what has changed since the
+        first call.
 
-        >>> seen = 0
+        >>> prompts = iter(["a", "b", "c"])
         >>> with RunState.load("runs/checked") as state:
         ...     for step in state.steps(2):
-        ...         seen = seen + 2 if seen < 9 else 0
+        ...         prompt = next(prompts)
         ...         lost = state.check()
         runs/checked is empty: starting fresh
         >>> for one in lost:
-        ...     print(one.name, "in", one.fix)
-        seen in state.vars["seen"]
+        ...     print(one.name, "is", one.kind)
+        prompts is an iterator that was made before the loop
         """
-        # The frame around the one of short_methods is the script's.
-        look = audit("survey").take(self._training.parts, sys._getframe(2))
-        self._first_look = look if self._first_look is None else self._first_look
-        lost: list[Unregistered] = audit("survey").changed(self._first_look, look)
+        lost: list[Unregistered]
+        self._first_look, lost = audit("survey").check(self._training.parts, self._first_look)
         return lost
 
     def report(self, path: str | os.PathLike[str] = "report.html") -> Report | None:

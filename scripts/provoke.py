@@ -215,7 +215,7 @@ def _diverged() -> None:
 
 def _warned() -> None:
     warnings.simplefilter("error", kinds.ResumableWarning)
-    model, temperatures = nn.Linear(1, 1), iter((1.0, 0.9))
+    model, temperatures = nn.Linear(1, 1), iter([1.0, 0.9])
     with RunState.load(EXP, model=model) as state:
         for _ in state.steps(2):
             model(torch.ones(1)).div(next(temperatures)).backward()

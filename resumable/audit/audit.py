@@ -124,15 +124,19 @@ def _examine(made: Trials, verdict: Verdict, at: Sequence[int]) -> None:
         verdict.findings.append(fresh)
         return
     unsteady = losses.unsteady_names([straight, *again])
-    verdict.lost = losses.lost(straight, stopped, verdict.stops, unsteady)
     unlike = diagnosis.after_resume(straight, stopped, verdict.stops, ignored)
-    failed = _failed(stopped) or _fell_short(straight, stopped, verdict.stops)
-    culprits: list[Lost] = []
+    lost = losses.lost(straight, stopped, verdict.stops, unsteady)
+    # Where the training has become another one, all of it differs.
+    verdict.lost = [one for one in lost if unlike is None or one.at.step <= unlike.one.at.step]
+    failed = _failed(stopped) or _fell_short(straight, stopped)
+    certain, culprits = losses.unstorable(straight, verdict.stops), list[Lost]()
     if (unlike and not diagnosis.settings_unlike(unlike)) or (failed and failed.kind == diagnosis.DATA):
         reached = _stops_before(unlike, straight, stopped, verdict.stops)
         culprits, rest = proof.culprits(made, straight, reached, ignored, unsteady)
+        # No value can be put back to prove it, but these are lost for sure.
+        culprits = culprits or certain
         verdict.notes += _of_bystanders(culprits, rest)
-    verdict.lost = _weighed(verdict.lost, culprits)
+    verdict.lost = _weighed([*certain, *verdict.lost], culprits)
     if unlike:
         parted = diagnosis.of_resume(straight, stopped, unlike, culprits)
         verdict.findings.append(_of_chance(made, straight, parted) or parted)
@@ -154,9 +158,10 @@ def _stops_before(unlike: Unlike | None, straight: Trial, stopped: Trial, stops:
 
 def _weighed(lost: Sequence[Lost], culprits: Sequence[Lost]) -> list[Lost]:
     """Return what is lost with its weight: "state" if the training differs without it."""
-    names = {one.name for one in culprits}
-    rest = [one._replace(weight="note") for one in lost if one.name not in names]
-    return [*(one._replace(weight="state") for one in culprits), *rest]
+    found = {one.name: one._replace(weight="state") for one in culprits}
+    for one in lost:
+        found.setdefault(one.name, one)
+    return [*found.values()]
 
 
 def _of_bystanders(culprits: Sequence[Lost], rest: Sequence[Lost]) -> list[str]:
@@ -269,7 +274,7 @@ def _of_no_stop(straight: Trial) -> Finding:
     )
 
 
-def _fell_short(straight: Trial, stopped: Trial, stops: Sequence[At]) -> Finding | None:
+def _fell_short(straight: Trial, stopped: Trial) -> Finding | None:
     """Return a finding if the stopped run missed a boundary that the straight one reached."""
     there = stopped.boundaries()
     expected = (one.at for one in diagnosis.unasked(straight.records, there) if one.why == "boundary")
@@ -278,9 +283,6 @@ def _fell_short(straight: Trial, stopped: Trial, stops: Sequence[At]) -> Finding
     if not missing:
         return _broke_off(stopped) if last.has_hung else None
     begun = "after a resume" if len(stopped.attempts) > 1 else "told to leave"
-    unset = re.search(r"(?:NameError|UnboundLocalError): .*?'(\w+)'", last.error)
-    if unset and _is_last_batch(stops[: len(stopped.attempts) - 1], [*straight.boundaries()]):
-        return _of_unset(unset[1], missing[0])
     if _OTHER_BATCHES in last.error:
         said = last.error.partition(": ")[2].rstrip(".")
         return Finding(
@@ -299,26 +301,7 @@ def _fell_short(straight: Trial, stopped: Trial, stops: Sequence[At]) -> Finding
     )
 
 
-def _is_last_batch(stops: Sequence[At], boundaries: Sequence[At]) -> bool:
-    """Whether the last stop was right before an epoch's end."""
-    after = boundaries[boundaries.index(stops[-1]) + 1 :] if stops else []
-    return bool(after) and stops[-1].kind == "batch" and after[0].kind == "epoch"
-
-
 _OTHER_BATCHES = "StateMismatch: the loader does not give the batches that it gave before"
-
-
-def _of_unset(name: str, at: At) -> Finding:
-    # After an epoch's last batch a resume runs only the rest of the body: variables of the loop are unset.
-    return Finding(
-        diagnosis.STATE,
-        name,
-        at,
-        f"{name} is set in the loop over the batches and read after it: after a resume at the last batch, "
-        f"which runs only the rest of the epoch's body, there is none, and the script failed before {at}",
-        names=[name],
-        fix=f'keep it: state.vars["{name}"] = {name} in the loop, and read state.vars["{name}"] after it',
-    )
 
 
 def _stops(straight: Trial, at: Sequence[int], notes: list[str]) -> list[At]:

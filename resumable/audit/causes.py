@@ -302,7 +302,7 @@ def _generators(unlike: Unlike, causes: Sequence[str]) -> list[str]:
     """Return the generators of the script that differ from the beginning."""
     seen = [record.more.get("unregistered", {}) for record in (unlike.one, unlike.other)]
     own = [
-        f"{name} ({about['kind']}, {about['where']})"
+        f"{name} ({about['kind']})"
         for name, about in seen[0].items()
         if diagnosis.is_generator(about["kind"]) and about["digest"] != seen[1].get(name, about)["digest"]
     ]

@@ -52,8 +52,9 @@ class Lost(NamedTuple):
 
     name: str
     kind: str
-    where: str
+    """What it is, or why no checkpoint can have it."""
     weight: str
+    """"state": with its value restored the training was the same again, or no value can be; else "note"."""
     fix: str
     at: At
     before: Json
@@ -237,7 +238,7 @@ def of_resume(straight: Trial, stopped: Trial, unlike: Unlike, culprits: Sequenc
         naming.of(first),
         unlike.other.at,
         text,
-        names=settings or [f"{one.name} ({one.kind}{one.where and ', '}{one.where})" for one in culprits],
+        names=settings or [f"{one.name} ({one.kind})" for one in culprits],
         fix=_SAME_SETTINGS if settings else _fix_of(kind, unlike, first, culprits),
         evidence=evidence(unlike),
         rank=unlike.rank,
@@ -281,7 +282,7 @@ def _class_of(unlike: Unlike, first: Difference, culprits: Sequence[Lost]) -> st
 
 
 def _chooses_data(one: Lost) -> bool:
-    return one.kind in ("iterator", "DataLoader") or one.kind.endswith("Sampler")
+    return "iterator" in one.kind or one.kind.endswith(("DataLoader", "Sampler"))
 
 
 def is_generator(kind: str) -> bool:
@@ -313,8 +314,9 @@ def _fix_of(kind: str, unlike: Unlike, first: Difference, culprits: Sequence[Los
     if unlike.other.why == "resumed":
         return f"give RunState all that {first.part} is made of, and let its state_dict return all of it."
     return {
-        DATA: "what chooses the data is in no part: give the loader to RunState (loader=) and loop over "
-        "state.batches(), and give what the choice depends on as extra=.",
+        DATA: "what chooses the data is in no part: give the loader to RunState (loader=), loop over "
+        "state.batches(), and give a dataset that changes in its workers a state_dict() and a "
+        "load_state_dict().",
         RANDOMNESS: "something draws more or less often than in the training that was not stopped: look for "
         "what depends on the time, on the process, or on state.resumed.",
     }.get(

@@ -13,6 +13,11 @@ LOOP = "loop"
 """The reason for a record: the first loop of a resumed process begins."""
 
 
+def rank_of(name: str, kind: str) -> tuple[bool, bool]:
+    """Return a rank by how likely a training depends on it: variables before objects, data before numbers."""
+    return "." in name, kind in ("number", "text", "none")
+
+
 def unsteady_names(trials: Sequence[Trial]) -> set[str]:
     """Return what no part holds and differs between equal runs, such as times."""
     first, *others = trials
@@ -26,56 +31,56 @@ def unsteady_names(trials: Sequence[Trial]) -> set[str]:
     }
 
 
-def lost(straight: Trial, stopped: Trial, stops: Sequence[At], unsteady: set[str]) -> list[Lost]:
-    """Return what changes in the training, is in no part, and differs after a resume."""
-    found: dict[str, Lost] = {}
-    for rank in range(min(len(straight.ranks), len(stopped.ranks))):
-        first = next((one for one in straight.ranks[rank] if one.why == "boundary"), None)
-        for record, reference in pairs(straight, stopped, stops, rank):
-            if reference is None or first is None:
-                break
-            if record.why == "resumed":
-                # What the script assigns before the first batch is not lost.
-                continue
-            for name, seen in _seen(reference).items():
-                is_other = name in _seen(record) and _digest(record, name) != seen["digest"]
-                is_new = is_other and name not in unsteady and name not in found
-                # Last: it looks through all boundaries, and a Trainer leads to thousands of names.
-                if is_new and _has_changed(straight, rank, name):
-                    found[name] = _lost(name, seen, _seen(record)[name], record.at)
-    return sorted(found.values(), key=_likely)
+def lost(straight: Trial, resumed: Trial, stops: Sequence[At], unsteady: set[str]) -> list[Lost]:
+    """Return what changes in the training, is in no part, and differs when a resumed body begins."""
+    found = _differing(straight, resumed, stops, unsteady)
+    return [one for one, rank, is_dead in found if not is_dead and _has_changed(straight, rank, one.name)]
 
 
 def suspects(straight: Trial, resumed: Trial, stop: At, unsteady: set[str]) -> list[Lost]:
-    """Return what is in no part and differs when a resumed training begins."""
-    found: dict[str, Lost] = {}
+    """Return all that is in no part and differs when a resumed training begins."""
+    return [one for one, _, _ in _differing(straight, resumed, [stop], unsteady, is_all=True)]
+
+
+def _differing(
+    straight: Trial, resumed: Trial, stops: Sequence[At], unsteady: set[str], *, is_all: bool = False
+) -> list[tuple[Lost, int, bool]]:
+    """Return what differs, each with its rank and whether it is assigned before it is read."""
+    found: dict[str, tuple[Lost, int, bool]] = {}
     for rank in range(min(len(straight.ranks), len(resumed.ranks))):
-        then = straight.boundaries(rank).get(stop)
-        begins = [(one, then) for one in resumed.ranks[rank] if one.why == LOOP]
-        for record, reference in (*begins, *pairs(straight, resumed, [stop], rank)):
-            for name, seen in _seen(reference).items() if reference and record.why != "boundary" else ():
-                if name in _seen(record) and _digest(record, name) != seen["digest"] and name not in unsteady:
-                    found[name] = _lost(name, seen, _seen(record)[name], record.at)
-    return sorted(found.values(), key=_likely)
+        # Before the head of a loop nothing is restored yet, and later all follows from the first batch.
+        begins = [two for two in pairs(straight, resumed, stops, rank) if two[0].why == "first"]
+        if is_all and not begins:
+            # Bodies without batches.
+            loops = (one for one in resumed.ranks[rank] if one.why == LOOP)
+            begins = [(one, straight.boundaries(rank).get(at)) for one, at in zip(loops, stops, strict=False)]
+        for record, reference in begins:
+            now = _seen(record)
+            for name, then in _seen(reference).items() if reference else ():
+                is_known = name in found or name in unsteady or name not in now
+                if not is_known and now[name]["digest"] != then["digest"]:
+                    values = then["value"], now[name]["value"]
+                    one = Lost(name, then["kind"], "note", then["fix"], record.at, *values)
+                    found[name] = one, rank, then.get("is_dead", False)
+    return sorted(found.values(), key=lambda one: (rank_of(one[0].name, one[0].kind), one[0].name))
 
 
-def _likely(one: Lost) -> tuple[bool, int, str]:
-    return one.weight != "state", rank_of(one.kind), one.name
-
-
-def rank_of(kind: str) -> int:
-    """Return the rank of a kind by how likely a training depends on it: objects before plain values."""
-    return 2 if kind in ("number", "text", "none") else kind in ("list", "dict", "set", "tuple", "deque")
+def unstorable(straight: Trial, stops: Sequence[At]) -> list[Lost]:
+    """Return what the checkpoints of these places could not have of the script's variables."""
+    boundaries = straight.boundaries()
+    return [
+        Lost(name, why, "note", fix, at, None, None)
+        for at, name, why, fix in {
+            name: (at, name, why, fix)
+            for at in reversed(stops)
+            for name, why, fix in boundaries[at].more.get("unstorable", ())
+        }.values()
+    ]
 
 
 def _has_changed(straight: Trial, rank: int, name: str) -> bool:
     digests = {_digest(one, name) for one in straight.ranks[rank] if one.why == "boundary"} - {None}
     return len(digests) > 1
-
-
-def _lost(name: str, then: Mapping[str, Any], now: Mapping[str, Any], at: At) -> Lost:
-    about = (then["kind"], then["where"], then["weight"], then["fix"])
-    return Lost(name, *about, at, then["value"], now["value"])
 
 
 def _seen(record: Record) -> Mapping[str, Any]:

@@ -6,7 +6,6 @@ import faulthandler
 import json
 import os
 import signal
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -26,7 +25,7 @@ from ..session.observer import AUDIT, sentence
 from ..trace import digest
 from ..trace.trace_file import At, Record, path_of
 from ..trace.tracer import EVERY, Trace, here, is_place, plain, tensors_of
-from . import operations, survey, values
+from . import fixes, operations, survey, values
 from .losses import LOOP
 
 _LOADER = ("batch", "is_over", "generators")
@@ -133,12 +132,12 @@ class Audit(Trace):
         # The script may assign it again between load and the loop, or between the epoch and its batches.
         if self._put:
             folder = path_of(Path(self._put["folder"]) / when, self._rank)
-            values.put_back(survey.look(self._parts, sys._getframe()), self._put["names"], folder)
+            values.put_back(survey.Survey(self._parts), self._put["names"], folder)
 
     def _keep_values(self, when: str) -> None:
         if self._keep:
             folder = path_of(Path(self._keep["folder"]) / when, self._rank)
-            values.write(survey.look(self._parts, sys._getframe()), self._keep["names"], folder)
+            values.write(survey.Survey(self._parts), self._keep["names"], folder)
 
     def boundary(self) -> Due | None:
         """Record the boundary, and leave where the plan says so."""
@@ -187,9 +186,11 @@ class Audit(Trace):
         kinds = self._parts.kinds()
         with open(self._samples, "ab") as file:
             parts = whole(self._parts, file)
-        seen = survey.take(self._parts, sys._getframe())
+        seen = survey.take(self._parts)
         told = {n: {**one._asdict(), "fix": sentence(one.fix)} for n, one in seen.items()}
         more: dict[str, Any] = {"unregistered": told, "settings": determinism.settings()}
+        if why == "boundary" and (lost := survey.unstorable(self._parts)):
+            more["unstorable"] = [[name, cause, fixes.of_lost(cause)] for name, cause in dict(lost).items()]
         if self._unseen:
             more["unseen"] = self._unseen
         if why != "boundary":
@@ -211,7 +212,8 @@ def whole(parts: Parts, samples: IO[bytes]) -> dict[str, Json]:
     """Return all values of all parts by name; write samples of the tensors to the file."""
     trees, about = collect(parts)
     values: dict[str, Json] = {}
-    for part in about:
+    # What is stored of the script's variables depends on the place; the survey compares their values.
+    for part in (one for one in about if about[one]["kind"] != "script"):
         found = {**plain(trees, part), **_tensors(tensors_of(trees, part), samples)}
         values[part] = _of_place(found) if is_place(about[part]) else found
     return values

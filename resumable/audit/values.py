@@ -2,37 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections import deque
 from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
 
 from ..files import codec, tensor_file
 from ..files.strict_json import Json
-from ..loaders.generators import rng
-from . import containers
-from .fixes import is_named_tuple
-from .registered import TENSORS
-from .survey import Item, Survey
-
-_IN_PLACE = (list, dict, set, deque)
+from ..objects import kinds, walks
+from ..objects.contents import Content, mark
+from ..objects.walks import Finder, Met, Node
+from ..variables.looks import Entry, Look, class_name
+from ..variables.putting import Putting, path_of
+from .survey import WITH_ATTRIBUTES, Item, Survey
 
 
 def write(survey: Survey, names: Iterable[str], path: Path) -> None:
     """Write the values of these names, as far as they can be stored."""
     trees: dict[str, Json] = {}
     tensors: dict[str, torch.Tensor] = {}
+    met = walks.met(survey.nodes, survey.look.content_of)
     for number, name in enumerate(names):
         if name in survey.items:
             try:
-                tree = codec.encode(_read(survey.items[name].value), partial(_numbered, number))
-            except Exception:  # an object of the script may raise anything, and not all values can be stored
+                tree = codec.encode(_tree(survey, survey.items[name], met), partial(_numbered, number))
+            except Exception:  # an object of a library may raise anything, and not all values can be stored
                 continue
             trees[name] = tree.json
             tensors |= {
@@ -47,6 +45,30 @@ def _numbered(number: int, path: codec.Path) -> str:
     return ".".join((str(number), *path))
 
 
+def _tree(survey: Survey, item: Item, met: Mapping[int, Met]) -> dict[str, Any]:
+    """Return what a look would store if only this item had changed."""
+    changed = {id(one.value): Content(()) for one in item.nodes}
+    if item.owner is not None and item.owner.kind in WITH_ATTRIBUTES:
+        changed[id(item.owner.value)] = _but(met[id(item.owner.value)].content, item, item.owner)
+    known = {**met, **{at: met[at]._replace(content=one) for at, one in changed.items()}}
+    look = Look(survey.owned, known)
+    rows: list[Any] = []
+    if item.owner is None:
+        rows = [[item.step.how, look.bound([(item.step.name, item.value)])]]
+    for node in [*([item.owner] if item.owner is not None else []), *item.nodes]:
+        look.value(node.value, str(node))
+    return {"namespaces": rows, "entries": look.entries}
+
+
+def _but(content: Content, item: Item, owner: Node) -> Content:
+    """Return the content of an object with another value of one attribute."""
+    if content.items is None:
+        return Content(())
+    is_named = owner.kind in ("object", "library")
+    key = mark(item.step.name if is_named else tuple(item.step))
+    return content._replace(items={**content.items, key: (type(item.value), None)})
+
+
 def put_back(survey: Survey, names: Iterable[str], path: Path) -> None:
     """Restore the values of these names that exist and were written."""
     if not path.exists():
@@ -54,58 +76,21 @@ def put_back(survey: Survey, names: Iterable[str], path: Path) -> None:
     trees = json.loads(path.read_text())
     data = memoryview(bytearray(path.with_suffix(".safetensors").read_bytes()))
     tensors = tensor_file.from_safetensors(data)
+    finder = Finder(root for one in survey.namespaces for root in one.roots())
     for name in names:
-        if name in trees and name in survey.items:
-            try:
-                _write(survey.items[name], codec.decode(trees[name], tensors))
-            except Exception:  # the trial then shows that it has not helped
-                continue
+        # If it cannot be put back, the trial shows that it has not helped.
+        with contextlib.suppress(Exception):
+            tree: dict[str, Any] = codec.decode(trees[name], tensors)
+            tree["entries"] = [_findable(one, finder) for one in tree["entries"]]
+            Putting(tree).put(survey.namespaces, survey.owned)
 
 
-def _read(value: Any) -> dict[str, Any]:
-    """Return the storable state of a value."""
-    kinds = type(value).__mro__
-    if rng.is_generator(value):
-        return {"generator": rng.read(value)}
-    if nn.Module in kinds:
-        return {"tensors": dict(containers.tensors_of(value))}
-    if isinstance(value, LRScheduler):
-        # It set the rates when it was created, perhaps after they were loaded.
-        rates = [group["lr"] for group in value.optimizer.param_groups]
-        return {"state": value.state_dict(), "rates": rates}
-    if hasattr(type(value), "state_dict"):
-        return {"state": value.state_dict()}
-    # A named tuple cannot be stored as such; what is restored has the class of what is there.
-    return {"value": tuple(value) if is_named_tuple(value) else value}
-
-
-def _write(item: Item, found: Mapping[str, Any]) -> None:
-    value = item.value
-    if "generator" in found:
-        rng.write(value, found["generator"])
-    elif "tensors" in found:
-        for name, tensor in containers.tensors_of(value):
-            _copy(tensor, found["tensors"][name])
-    elif "state" in found:
-        value.load_state_dict(found["state"])
-        for number, rate in enumerate(found.get("rates", ())):
-            value.optimizer.param_groups[number]["lr"] = rate
-    else:
-        _replace(item, found["value"])
-
-
-def _replace(item: Item, new: Any) -> None:
-    value = item.value
-    is_parameter = type(value) in TENSORS and value.requires_grad and value.is_leaf
-    if is_parameter or (item.assign is None and type(value) in TENSORS):
-        _copy(value, new)
-    elif type(value) in _IN_PLACE and type(new) is type(value):
-        value.clear()
-        value.extend(new) if isinstance(value, (list, deque)) else value.update(new)
-    elif item.assign:
-        item.assign(tuple.__new__(type(value), new) if is_named_tuple(value) else new)
-
-
-def _copy(tensor: torch.Tensor, new: torch.Tensor) -> None:
-    with torch.no_grad():
-        tensor.copy_(new)
+def _findable(entry: Entry, finder: Finder) -> Entry:
+    """Let an object be made where another one is now."""
+    if "at" not in entry:
+        return entry
+    with contextlib.suppress(KeyError):
+        live = finder.find(path_of(entry))
+        if (class_name(type(live)), kinds.kind_of(live)) == (entry["class"], entry["kind"]):
+            return entry
+    return {name: one for name, one in entry.items() if name != "at"}

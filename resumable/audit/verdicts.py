@@ -118,9 +118,9 @@ def _below(finding: Finding, lost: Sequence[Lost]) -> Iterator[str]:
 def with_values(name: str, lost: Sequence[Lost]) -> str:
     """Return a name, with its two values if they are short.
 
-    >>> one = Lost("rate", "number", "train.py:4", "state", "", At("batch", 0, 3, 3), 0.1, 0.07)
-    >>> with_values("rate (number, train.py:4)", [one])
-    'rate (number, train.py:4): 0.1 without the stop, 0.07 after it'
+    >>> one = Lost("rate", "number", "state", "", At("batch", 0, 3, 3), 0.1, 0.07)
+    >>> with_values("rate (number)", [one])
+    'rate (number): 0.1 without the stop, 0.07 after it'
     """
     met = next((one for one in lost if bare(name) == one.name), None)
     values = [value_of(met.before), value_of(met.after)] if met else []
@@ -135,10 +135,12 @@ def value_of(value: Json) -> str:
 def notes_of(verdict: Verdict) -> list[str]:
     """Return the notes, the most important first."""
     told = {bare(name) for finding in verdict.findings for name in finding.names}
-    idle = [one for one in verdict.lost if one.weight != "state" and one.name not in told]
+    # Of an object that no checkpoint can have, what is in it may be told already.
+    known = [one for name in told for one in (name, name.rpartition(".")[0])]
+    idle = [one for one in verdict.lost if one.weight != "state" and one.name not in known]
     if not idle:
         return [*verdict.notes]
-    places = [f"{one.name} ({one.where})" if one.where else one.name for one in idle]
+    places = [f"{one.name} ({one.kind})" for one in idle]
     verb, them = ("is", "it") if len(idle) == 1 else ("are", "them")
     if any(finding.kind == SCRIPT for finding in verdict.findings):
         rest = f"what has failed may depend on {them}"
@@ -154,9 +156,9 @@ def log_of(verdict: Verdict) -> str:
 
 
 def bare(name: str) -> str:
-    """Return a name without its kind and place.
+    """Return a name without its kind.
 
-    >>> bare("ema.shadow (4 tensors, train.py:15)")
+    >>> bare("ema.shadow (4 tensors)")
     'ema.shadow'
     """
     return name.partition(" (")[0]

@@ -74,27 +74,20 @@ def observer(
 class Unregistered(NamedTuple):
     """Something that changes during the training and is in no part, as `state.check()` returns it.
 
-    >>> lost = Unregistered("best", "number", "train.py:8", "state", 'state.vars["best"]')
+    >>> lost = Unregistered("best", "number", 'state.vars["best"]')
     >>> print(lost)
-    best (number, train.py:8) changes, and no part holds it: a resume would lose it. Fix: keep it in \
-state.vars["best"]
+    best (number) changes, and no part holds it: a resume would lose it. Fix: keep it in state.vars["best"]
     """
 
     name: str
     """The name of the variable or attribute."""
     kind: str
-    """What it is, such as "number"."""
-    where: str
-    """The file and the line that assign it."""
-    weight: str
-    """Whether to lose it is a defect ("state"), or may not matter to the training ("note")."""
+    """What it is, such as "number", or why no checkpoint can have it."""
     fix: str
     """Where to keep it."""
 
     def __str__(self) -> str:
-        facts = f"{self.kind}, {self.where}" if self.where else self.kind
-        lost = "a resume would lose it" if self.weight == "state" else "a resume starts it again"
-        text = f"{self.name} ({facts}) changes, and no part holds it: {lost}."
+        text = f"{self.name} ({self.kind}) changes, and no part holds it: a resume would lose it."
         return printable(f"{text} Fix: {sentence(self.fix)}")
 
 

@@ -140,6 +140,9 @@ def state(value: Any) -> Any:
         codec.encode(found)
     except ResumableError as exc:
         raise Hole(str(exc).partition("\n")[0]) from exc
+    except Exception as exc:
+        # A prepared loader of Accelerate has the method, and nothing that it could return.
+        raise Hole(f"a {type(value).__name__} gives no state: {exc!r}") from exc
     return found
 
 

@@ -38,13 +38,14 @@ class ScriptPart(Part):
         self._last: dict[str, Any] | None = None
         """What the next look finds, where nothing of the script runs before the body ends."""
         self._is_still = False
-        self.variables = Variables(self._owned)
+        self.variables = Variables(self.owned)
 
     def bind(self, parts: Parts) -> None:
         """Know what the other parts restore."""
         self._parts = parts
 
-    def _owned(self) -> Owned:
+    def owned(self) -> Owned:
+        """Return what the other parts restore."""
         if self._parts is None:
             return Owned()
         streams = self._parts.position.streams

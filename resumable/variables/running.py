@@ -107,9 +107,15 @@ def _kept(variables: dict[str, Any]) -> dict[str, Any]:
     return {
         name: one
         for name, one in variables.items()
-        if not (name.startswith("__") and name.endswith("__"))
-        and own.module_of(type(one)).partition(".")[0] != _PACKAGE
+        if not (name.startswith("__") and name.endswith("__")) and not _is_packages(one)
     }
+
+
+def _is_packages(value: Any) -> bool:
+    """Whether a value is this package's, or a list of such, as `check()` returns it."""
+    if type(value) is list and value:
+        return type(value[0]) is not list and _is_packages(value[0])
+    return own.module_of(type(value)).partition(".")[0] == _PACKAGE
 
 
 def codes_in(held: Mapping[str, Any]) -> Iterator[CodeType]:

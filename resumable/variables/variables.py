@@ -316,6 +316,10 @@ class Variables:
             key = running.key_of(frame, number) if is_function else keys[id(frame.f_globals)]
             yield frame, bytecode.asking(frame.f_code, self._heads_in(key))
 
+    def namespaces(self, owned: Owned) -> list[Namespace]:
+        """Return the namespaces of the script as it runs now."""
+        return self._namespaces(frames.own_frames(sys._getframe(1)), owned)
+
     @no_garbage_collection()
     def _put_back(
         self, putting: Putting, stack: list[FrameType], owned: Owned

@@ -359,6 +359,8 @@ CORRECT: dict[str, dict[str, str]] = {
         "main": "for _ in range(3):\n    try: main(); break\n    except SystemExit: pass"
     },
     "nothing is to be resumed": {"main": "main(resume='never')"},
+    "a local of the loop behind it": {"end": "state.save(loss=loss.item())"},
+    "a name that only a first start assigns": {"batch": "scale = scale if state.resumed else 1.0"},
     "times in vars": {"stepped": "state.vars['seconds'] = time.time()"},
     "times as metrics": {"end": "state.save(seconds=time.time())"},
     "values that are no JSON": {
@@ -452,7 +454,6 @@ def files_of(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 BROKEN: dict[str, tuple[dict[str, str], str, str, str]] = {
-    "a local of the loop": ({"end": "state.save(loss=loss.item())"}, "state", "loss", "step 3"),
     "draws that depend on the start": (
         {"batch": "state.resumed or torch.rand(1)"},
         "randomness",
@@ -464,12 +465,6 @@ BROKEN: dict[str, tuple[dict[str, str], str, str, str]] = {
         "script",
         "the script",
         "exit code 0",
-    ),
-    "a name that only a first start assigns": (
-        {"batch": "scale = scale if state.resumed else 1.0"},
-        "script",
-        "the script",
-        "UnboundLocalError",
     ),
     "a second run": (
         {"main": "RunState.load('runs/first', model=model)\nmain()"},

@@ -56,8 +56,6 @@ def with_seen(record: Record, **digests: str) -> Record:
             "kind": kinds.get(name, "int"),
             "digest": digest,
             "value": None,
-            "where": "train.py:3",
-            "weight": "note" if name == "seconds" else "state",
             "fix": f"extra={{'{name}': {name}}}",
         }
         for name, digest in digests.items()
@@ -178,9 +176,9 @@ def test_numbers_that_differ_for_no_known_reason_are_called_that() -> None:
 def lost_by_the_resume(name: str) -> tuple[Trial, Trial]:
     """Return two trainings, the second of which has lost something when it was resumed."""
     seen = [with_seen(faked.record(at), **{name: str(at.step)}) for at in PLACES]
-    gone = [with_seen(faked.record(at), **{name: f"anew {at.step}"}) for at in PLACES[3:]]
-    gone = [faked.other(record, "model", weight=-1) for record in gone]
-    return straight(*seen), stopped(*seen[:3], *gone)
+    after = stopped(*seen[:3], *(faked.other(record, "model", weight=-1) for record in seen[3:]))
+    after.ranks[0].insert(5, with_seen(faked.record(STOP, "first"), **{name: "anew"}))
+    return straight(*seen), after
 
 
 @pytest.mark.parametrize(("name", "kind"), [("generator", "randomness"), ("curriculum", "state")])

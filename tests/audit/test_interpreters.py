@@ -157,7 +157,7 @@ def test_a_fork_trains_the_bits_of_a_process_of_its_own(here: Path) -> None:
     ("script", "kind", "forks"),
     [
         ("correct/classifier.py", None, 9),
-        ("broken/ema_forgotten.py", "state", 13),
+        ("broken/log_beside_its_file.py", "state", 15),
         ("broken/torch_unseeded.py", "repeat", 2),
     ],
 )

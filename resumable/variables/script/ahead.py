@@ -67,7 +67,7 @@ def may_leave(code: CodeType, offset: int, heads: frozenset[int]) -> bool:
     if begin not in heads:
         # A `while` reads its condition again.
         return False
-    steps = _steps(code, offset, heads, with_errors=False)
+    steps = [one for one in _steps(code, offset, heads, with_errors=False) if one.opname != "EXTENDED_ARG"]
     is_left = any(not begin <= one.offset <= end or one.opname.startswith("RETURN_") for one in steps)
     return is_left and any(one.offset == begin for one in steps)
 

@@ -76,9 +76,9 @@ def main():
     for epoch in state.epochs(3):
         train(state, model, criterion, optimizer, scheduler)
         accuracy = validate(val_loader, model)
+        lost = state.check()
         state.save(accuracy=accuracy)
         print(epoch, accuracy, state.best)
-        lost = state.check()
     state.close()
     return lost
 
