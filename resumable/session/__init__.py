@@ -4,4 +4,4 @@
 `batches()` and `steps()`; `save_warnings` warns of what a resume would lose.
 """
 
-__all__ = ["going_back", "loops", "observer", "session"]
+__all__ = ["going_back", "loops", "observer", "places", "session"]
