@@ -518,7 +518,7 @@ the batches since are left out (1 of 3 times)
         first call.
 
         >>> prompts = iter(["a", "b", "c"])
-        >>> with RunState.load("runs/checked") as state:
+        >>> with RunState.load("runs/checked", every=None, variables=True) as state:
         ...     for step in state.steps(2):
         ...         prompt = next(prompts)
         ...         lost = state.check()
