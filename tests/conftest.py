@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import inspect
 import math
 import random
 import signal
@@ -16,7 +15,7 @@ import chosen
 import counted
 import pytest
 from counted import tally, times  # noqa: F401 (pytest finds fixtures here)
-from forks import WARM, forks  # noqa: F401 (pytest finds fixtures here)
+from forks import WARM, forks, leave_variables_alone  # noqa: F401 (pytest finds fixtures here)
 from servers import place, proxied_s3, proxies, s3, sftp  # noqa: F401 (pytest finds fixtures here)
 from turns import switching  # noqa: F401 (pytest finds fixtures here)
 
@@ -89,12 +88,9 @@ def pytest_configure_node(node: Any) -> None:
 def _prepare() -> None:
     import torch
 
-    from resumable import RunState
     from resumable.saving import saver
 
-    # The variables of a test are no script's: a resume in the same test would put them back.
-    load: Any = RunState.load
-    inspect.unwrap(load.__func__).__kwdefaults__["variables"] = False
+    leave_variables_alone()
 
     torch.set_num_threads(1)
     # On a busy machine the disk may be slow at any time, and a warning of it is no test's business. A process

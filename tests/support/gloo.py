@@ -18,7 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from forks import WARM, Child
+from forks import WARM, Child, leave_variables_alone
 
 
 @dataclass
@@ -87,6 +87,7 @@ def _is_stopped(pid: int) -> bool:
 def _call(rank: int, size: int, port: Path, body: Callable[..., Any], args: Any) -> None:
     join(rank, size, port)
     found, began = Ended(), time.monotonic()
+    leave_variables_alone()
     try:
         found.value = body(rank, *args)
     except BaseException as exc:

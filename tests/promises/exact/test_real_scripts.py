@@ -16,7 +16,7 @@ from typing import NamedTuple
 import pytest
 import tiny
 from forks import WARM
-from places import DATA
+from places import DATA, SUPPORT
 
 from resumable import Run
 from resumable.run import history
@@ -56,7 +56,7 @@ def start(command: Sequence[object], folder: Path) -> Ended:
 
 
 def stopped(how: str, tick: int, script: Path) -> list[str]:
-    return [str(REAL / "stopped.py"), how, str(tick), str(script)]
+    return [str(SUPPORT / "site-packages" / "stopped.py"), how, str(tick), str(script)]
 
 
 def _of_script(printed: str) -> list[str]:
