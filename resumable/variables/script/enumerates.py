@@ -30,15 +30,22 @@ def around(iterator: Iterator[Any], asked_by: FrameType | None) -> list[Any]:
     found: list[Any] = [iterator]
     done = 0
     while done < len(found):
-        for held in gc.get_referrers(found[done]):
-            if type(held) in _PASSING and not any(held is one for one in found):
-                found.append(held)
+        found += (one for one in _holders(found[done]) if not any(one is it for it in found))
         done += 1
         if done == len(found) and asked_by is not None:
             # A generator that runs does not show what it holds, only its frame.
             found += [one for one in gc.get_referrers(asked_by) if _runs_in(one, asked_by)]
             asked_by = asked_by.f_back
     return found[1:]
+
+
+def _holders(value: Any) -> Iterator[Any]:
+    for one in gc.get_referrers(value):
+        if type(one) in _PASSING:
+            yield one
+        elif type(one) is tuple:
+            # Several iterators are held together.
+            yield from (outer for outer in gc.get_referrers(one) if type(outer) in (map, zip))
 
 
 def _runs_in(one: Any, frame: FrameType) -> bool:
