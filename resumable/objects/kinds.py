@@ -215,9 +215,18 @@ def _named(held: dict[str, Any], how: str = "attribute") -> Iterator[tuple[Step,
     for name, one in held.items():
         if name.endswith("_hooks") and issubclass(type(one), dict):
             # By their place: the key of a hook is the number of those that the process has registered.
-            yield from _items([*dict.values(one)], name)
+            yield from _items([hook for hook in [*dict.values(one)] if not _is_torchs(hook)], name)
         else:
             yield Step(how, name), one
+
+
+def _is_torchs(hook: Any) -> bool:
+    """Whether a hook is PyTorch's, or this package's, and none of the script: it is registered by itself."""
+    function = own.unwrapped(hook)
+    while type(function) is types.FunctionType and "__wrapped__" in vars(function):
+        function = vars(function)["__wrapped__"]
+    code = function.__code__ if type(function) is types.FunctionType else None
+    return code is not None and (own.is_torchs(code) or own.is_packages(code))
 
 
 def _of_network(value: Any) -> Iterator[tuple[Step, Any]]:

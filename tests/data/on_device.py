@@ -13,7 +13,6 @@ import sys
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from itertools import count
 from typing import Any
 
 import torch
@@ -28,8 +27,13 @@ DEVICE, KIND, RUN = sys.argv[1:4]
 LAST, SIGNAL = map(int, sys.argv[4:6]) if len(sys.argv) > 4 else (-1, 0)
 EPOCHS, SAMPLES, BATCH = 3, 64, 8
 ON_GPU = DEVICE.startswith("cuda")
-BATCHES = count(1)
-"""The numbers of the batches of this start."""
+
+
+def batches_done() -> int:
+    """Return how many batches of this start are done; in no variable, which a resume would put back."""
+    with open(f"{RUN}-{os.getpid()}.batches", "ab") as file:
+        file.write(b".")
+        return file.tell()
 
 
 class Convolutions(nn.Module):
@@ -142,7 +146,7 @@ def main() -> None:
                 noise = torch.randn(images.shape, generator=own, device=DEVICE)
                 step(images + 0.01 * noise, labels)
                 average.update_parameters(model)
-                if next(BATCHES) == LAST:
+                if batches_done() == LAST:
                     os.kill(os.getpid(), SIGNAL)
             scheduler.step()
         print("digest", digest(state.step, scheduler, scaler, model, optimizer, average, own))
