@@ -77,7 +77,7 @@ def put_back(survey: Survey, names: Iterable[str], path: Path) -> None:
     data = memoryview(bytearray(path.with_suffix(".safetensors").read_bytes()))
     tensors = tensor_file.from_safetensors(data)
     finder = Finder(root for one in survey.namespaces for root in one.roots())
-    for name in names:
+    for name in filter(trees.__contains__, names):
         # If it cannot be put back, the trial shows that it has not helped.
         with contextlib.suppress(Exception):
             tree: dict[str, Any] = codec.decode(trees[name], tensors)
