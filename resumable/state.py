@@ -383,7 +383,8 @@ class RunState(Generic[B]):
     ) -> None:
         """Go back to a checkpoint and train on from there.
 
-        A running loop over `batches()` ends, and `epochs()` continues with the epoch of the checkpoint.
+        A running loop over `batches()` ends, and `epochs()` continues with the epoch of the checkpoint. In a
+        body the script's variables are put back as this is called; what the rest of the body does counts.
 
         Args:
             which: "best", "newest", a save number or a checkpoint's path.

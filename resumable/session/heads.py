@@ -24,7 +24,8 @@ class Heads:
         self._training, self._resuming = training, resuming
         self._parts: Sequence[Part] = [*training.parts.models, *training.parts.optimizers]
         self._loaded: Mapping[str, object] = {}
-        """What the models and optimizers were as they were loaded."""
+        """What the models and optimizers were as they were loaded; None for what the script has changed since."""
+        self._goes_back = False
         self._thread = threading.get_ident()
 
     def _script(self) -> ScriptPart | None:
@@ -36,12 +37,25 @@ class Heads:
         if self._training.script:
             self._loaded = {part.name: _content(part) for part in self._parts}
 
+    def went_back(self) -> None:
+        """Put the variables back at once where a body runs: what is left of it counts."""
+        self.loaded()
+        if (script := self._script()) is None or self._training.position.is_outside():
+            return
+        script.share()
+        script.expect(is_still=False)
+        self._goes_back = True
+        self._tell(script.variables.go_back(is_due=self._training.position.streams.is_holding()))
+
     def come(self) -> None:
         """Put back what was loaded, if no body was handed out since."""
         if (script := self._script()) is None:
             return
         is_due = self._training.position.streams.is_holding()
-        if is_due and self._loaded:
+        if self._goes_back:
+            self._loaded = {name: then if then == now else None for name, then, now in self._contents()}
+            self._goes_back = False
+        elif is_due and self._loaded:
             self._put_parts_back()
         if is_due:
             script.share()
@@ -84,8 +98,12 @@ class Heads:
         for problem in problems:
             self._training.once.warn(f"a variable of the script is not what it was saved as: {problem}")
 
+    def _contents(self) -> Iterator[tuple[str, object, object]]:
+        """Yield what each model and optimizer was as it was loaded, and what it is."""
+        return ((part.name, self._loaded[part.name], _content(part)) for part in self._parts)
+
     def _put_parts_back(self) -> None:
-        changed = [part.name for part in self._parts if self._loaded[part.name] != _content(part)]
+        changed = [name for name, then, now in self._contents() if then is not None and then != now]
         ranks = self._training.crew.ranks
         if any(ranks.agree("what the lines before the loop have changed", lambda: changed)):
             self._resuming.put_again(changed)

@@ -258,7 +258,7 @@ class Session:
 
     def went_back(self) -> None:
         """Count from where a checkpoint has put the training back."""
-        self.heads.loaded()
+        self.heads.went_back()
         self._count_on()
         self.rest.note_saved()
         if self.trace:

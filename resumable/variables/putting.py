@@ -43,18 +43,28 @@ class Putting:
         """The variables that were bound, with the keys of their namespaces."""
         self.problems: list[str] = []
         """What cannot be put back."""
+        self._there: Mapping[str, Namespace] = {}
+        self._left: set[str] = set()
+        """The namespaces that are the script's again."""
+
+    def leave_what_was_put(self) -> None:
+        """Let what was put back be the script's again: the next time only what comes up later is put back."""
+        self._left |= self._there.keys()
 
     def put(self, namespaces: Iterable[Namespace], owned: Owned) -> list[str]:
         """Put everything back; return the names of the variables that were bound."""
-        there = {one.key: one for one in namespaces}
-        self.problems, self._filled = [], set()
+        self._there = there = {one.key: one for one in namespaces}
+        self.problems = []
+        if not self._left:
+            self._filled = set()
         self.find(there, owned)
         for number, entry in enumerate(self._entries):
             if number in self._found and entry.keys() - _HEAD:
                 self._try(self._text(entry), partial(self._object, number))
             elif number in self._found and "constant" in entry:
                 self._try(self._text(entry), partial(self._check, number, entry))
-        return [name for key, rows in self._namespaces for name in self._bound(there.get(key), rows)]
+        rows = [(key, row) for key, row in self._namespaces if key not in self._left]
+        return [name for key, row in rows for name in self._bound(there.get(key), row)]
 
     def lacking(self) -> set[tuple[str, str]]:
         """Return the variables that the checkpoint could not have, with the keys of their namespaces."""

@@ -78,6 +78,8 @@ class Variables:
         self._bases: dict[str, _Base] = {}
         self._putting: Putting | None = None
         self._hold: Hold | None = None
+        self._loaded: Mapping[str, Any] = {}
+        """What was loaded, until the passes and the numbers of batches are taken from it."""
         self._digests: dict[int, str] = {}
         """Of what the loop leaves alone, by identity."""
         self._heads = _Head(), _Head()
@@ -99,10 +101,23 @@ class Variables:
         owned = self._owned()
         self._begin(stack, owned)
         if is_due and self._putting is not None:
-            return self._put_back(self._putting, stack, owned)
-        self._putting = self._hold = None
+            return self._put_back(self._putting, stack, owned, is_due=True)
+        self._putting, self._hold, self._loaded = None, None, {}
         self._numbers.clear()
         return [], []
+
+    def go_back(self, *, is_due: bool) -> list[str]:
+        """Put back what was loaded, in the middle of a body: what the script does behind it counts.
+
+        `is_due`: whether the places in the data go back, too. Return what cannot be put back.
+        """
+        if self._putting is None:
+            return []
+        stack = frames.own_frames(sys._getframe(1))
+        _, problems = self._put_back(self._putting, stack, self._owned(), is_due=is_due)
+        self._putting.leave_what_was_put()
+        self._hold = None
+        return problems
 
     @no_garbage_collection()
     def _begin(self, stack: list[FrameType], owned: Owned) -> None:
@@ -251,11 +266,7 @@ class Variables:
 
     def load(self, tree: Mapping[str, Any]) -> None:
         """Take what a look has stored; the next heads put it back."""
-        self._putting, self._hold = Putting(tree), None
-        self._passes.clear()
-        self._passes.update((name, Pass.loaded(one)) for name, one in tree.get("passes", {}).items())
-        self._numbers.clear()
-        self._numbers.update(tree.get("numbers", {}))
+        self._putting, self._hold, self._loaded = Putting(tree), None, tree
 
     def pass_begins(self, loader: str) -> None:
         """Note with what a pass over a loader begins."""
@@ -322,9 +333,15 @@ class Variables:
 
     @no_garbage_collection()
     def _put_back(
-        self, putting: Putting, stack: list[FrameType], owned: Owned
+        self, putting: Putting, stack: list[FrameType], owned: Owned, *, is_due: bool
     ) -> tuple[list[str], list[str]]:
         namespaces = self._namespaces(stack, owned)
+        if is_due and self._loaded:
+            tree, self._loaded = self._loaded, {}
+            self._passes.clear()
+            self._passes.update((name, Pass.loaded(one)) for name, one in tree.get("passes", {}).items())
+            self._numbers.clear()
+            self._numbers.update(tree.get("numbers", {}))
         if self._hold is not None:
             self._hold.put_back(namespaces, putting.lacking())
             namespaces = self._namespaces(stack, owned)

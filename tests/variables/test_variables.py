@@ -657,12 +657,13 @@ for epoch in epochs(2):
         ("IN_INNER", "keep()", "save() is called in a loop inside of the body"),
         ("BEHIND", "keep()", ""),
         ("BEHIND", "[keep() for _ in range(2)]", "save() is called in a loop inside of the body"),
+        ("handed(batches())", "enumerate(run().batches())", ""),
     ],
 )
 def test_what_stands_behind_a_save_is_told_as_it_is_called(
     where: str, lines: str, told: str, forks: Forks, tmp_path: Path
 ) -> None:
-    is_in_batch = where in ("AFTER", "IN_BATCH")
+    is_in_batch = where not in ("IN_INNER", "BEHIND")
     script = PLACES.replace("IN_BATCH", "keep()\n        IN_BATCH" if is_in_batch else "IN_BATCH")
     script = script.replace(where, lines)
     for other in ("AFTER", "IN_BATCH", "IN_INNER", "BEHIND"):
@@ -672,6 +673,61 @@ def test_what_stands_behind_a_save_is_told_as_it_is_called(
 
     assert told in found
     assert bool(told) == bool(found)
+
+
+GOING_BACK = """
+import torch
+import carrying
+from carrying import run
+model = torch.nn.Linear(1, 1)
+with torch.no_grad():
+    [p.fill_(1.0) for p in model.parameters()]
+optimizer = torch.optim.SGD(model.parameters(), 0.5)
+carrying.parts |= {'model': model, 'optimizer': optimizer, 'keep': 9}
+seen, went = [], 0
+for epoch in epochs(3):
+    of_epoch = []
+    for number, batch in enumerate(batches()):
+        loss = model(torch.tensor([float(batch)])).sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(batch)
+        of_epoch += [batch]
+        note(seen, of_epoch, number, went, optimizer.param_groups[0]['lr'], *model.parameters())
+        if batch == 3:
+            run().save()
+        if batch == 4 and went < 2:
+            GO_BACK
+            went += 1
+            optimizer.param_groups[0]['lr'] /= 2
+            note(seen, of_epoch, went, *model.parameters())
+            LEAVE
+    else:
+        run().save()
+"""
+WAYS_BACK = [
+    ("run().restore('newest')", "break", [[0, 1, 2, 3], [3]]),
+    ("run().restore(1)", "break", [[0, 1, 2], [0, 1, 2]]),
+    ("run().spiked(float('inf'))", "continue", [[0, 1, 2, 3], [3]]),
+]
+
+
+@pytest.mark.proves("exact")
+@pytest.mark.parametrize(("way", "leave", "there"), WAYS_BACK)
+def test_going_back_puts_the_variables_back_and_what_follows_counts(
+    way: str, leave: str, there: Any, forks: Forks, tmp_path: Path
+) -> None:
+    script = GOING_BACK.replace("GO_BACK", way).replace("LEAVE", leave)
+
+    expected, _ = noted(forks, script, tmp_path / "plain")
+
+    rows = [one for one in expected if len(one) == 5]
+    assert [one[:3] for one in rows[:1]] == [[*map(repr, there), "1"]]
+    assert [one[2] for one in rows] == ["1", "2"][: len(rows)]
+    assert expected[-1][3:5] == [str(len(rows)), "0.25"]
+    for number, stops in enumerate(([4, 2], [5, 1, 1], [6, 3])):
+        assert noted(forks, script, tmp_path / str(number), stops)[0] == expected, stops
 
 
 def test_the_variables_of_a_generator_that_waits_come_back(forks: Forks, tmp_path: Path) -> None:

@@ -120,9 +120,18 @@ def loops(code: CodeType) -> tuple[tuple[int, int], ...]:
 
 @lru_cache(1024)
 def asking(code: CodeType, offsets: frozenset[int]) -> frozenset[int]:
-    """Return where loops ask for their items, if they make their iterators at some of these offsets."""
+    """Return where loops ask for their items, if they make their iterators at some of these offsets.
+
+    An iterator may be made around another one, by a call: `for index, batch in enumerate(...)`.
+    """
     steps = [one for one in dis.get_instructions(code) if one.opname != "EXTENDED_ARG"]
-    made = {one.offset: after.offset for one, after in pairwise(steps) if one.opname == "GET_ITER"}
+    made, found = dict[int, int](), -1
+    for one, after in reversed([*pairwise(steps)]):
+        if one.opname == "GET_ITER":
+            found = after.offset
+        elif one.opname.startswith(("STORE_", "POP_TOP", "FOR_ITER")) or one.opcode in _JUMPS:
+            found = -1
+        made[one.offset] = found if found >= 0 else one.offset
     return frozenset(made.get(one, one) for one in offsets)
 
 
