@@ -24,7 +24,7 @@ class Heads:
         self._training, self._resuming = training, resuming
         self._parts: Sequence[Part] = [*training.parts.models, *training.parts.optimizers]
         self._loaded: Mapping[str, object] = {}
-        """What the models and optimizers were as they were loaded; None for what the script has changed since."""
+        """What models and optimizers were as they were loaded; None if the script has changed it since."""
         self._goes_back = False
         self._thread = threading.get_ident()
 
