@@ -28,6 +28,7 @@ from __future__ import annotations
 import difflib
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
 from types import FrameType
@@ -287,6 +288,9 @@ def _top(frame: FrameType) -> str:
 def warn(text: str) -> None:
     """Warn at the line of the script that called the library."""
     text = printable(text)
+    # First of all: a filter may silence the warning, or make an error of it.
+    for one in [*_all]:
+        one.issued.setdefault(text)
     level, frame = 2, sys._getframe(1)
     while frame.f_back and _top(frame) in (__package__, "torch", "contextlib"):
         level, frame = level + 1, frame.f_back
@@ -302,9 +306,15 @@ class Once:
 
     def __init__(self) -> None:
         self._told: set[str] = set()
+        self.issued: dict[str, None] = {}
+        """The texts of all warnings of this process since this was made."""
+        _all.add(self)
 
     def warn(self, text: str, about: str | None = None) -> None:
         """Warn, unless this text or this `about` has already been used."""
         if (about or text) not in self._told:
             self._told.add(about or text)
             warn(text)
+
+
+_all: weakref.WeakSet[Once] = weakref.WeakSet()

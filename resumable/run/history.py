@@ -39,7 +39,7 @@ def content(folder: Path, last: int | None = None) -> bytes:
 
 
 def attempts(lines: Sequence[Line]) -> list[Line]:
-    """Return a summary of each start: the process, its checkpoint, its last save, how it ended.
+    """Return a summary of each start: the process, its checkpoint, last save, warnings, how it ended.
 
     >>> start = {"event": "start", "attempt": 1, "time": "2026-07-30T12:00:00+00:00", "host": "node7"}
     >>> [found] = attempts([start, {"event": "end", "attempt": 1, "how": "SIGTERM"}])
@@ -50,8 +50,12 @@ def attempts(lines: Sequence[Line]) -> list[Line]:
     told = {then["attempt"]: then["how"] for line in starts.values() if (then := _previous(line))}
     ends = told | {line["attempt"]: line["how"] for line in lines if is_end(line)}
     saves = {line["attempt"]: line["number"] for line in lines if is_save(line)}
+    warned: dict[Json, list[Json]] = {}
+    for line in filter(is_warning, lines):
+        warned.setdefault(line["attempt"], []).append(line["text"])
     return [
-        {key: start.get(key) for key in _SUMMARY} | {"last": saves.get(number), "ended": ends.get(number)}
+        {key: start.get(key) for key in _SUMMARY}
+        | {"last": saves.get(number), "ended": ends.get(number), "warnings": warned.get(number, [])}
         for number, start in starts.items()
     ]
 
@@ -151,6 +155,11 @@ def is_attempt(number: Json) -> TypeGuard[int]:
 def is_end(line: Line) -> bool:
     """Return whether a line is the end of a start, as this library writes it."""
     return line.get("event") == "end" and _holds(line, attempt=int, how=str)
+
+
+def is_warning(line: Line) -> bool:
+    """Return whether a line is a warning, as this library writes it."""
+    return line.get("event") == "warning" and _holds(line, attempt=int, text=str)
 
 
 def is_skip(line: Line) -> bool:

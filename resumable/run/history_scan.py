@@ -84,6 +84,12 @@ class Scan:
             came_from = line.get("from")
             self.stands_on = came_from if type(came_from) is int else None
 
+    def warned(self) -> int:
+        """Return how many warnings the last attempt has kept."""
+        mine = [line for line in self.others if line.get("attempt") == self.attempt]
+        told = [line.get("warnings") for line in mine if history.is_end(line)]
+        return next(filter(history.is_attempt, told), sum(map(history.is_warning, mine)))
+
     def took(self) -> tuple[float | None, float] | None:
         """Return the cost of the last save that has one: seconds lost, if known, and until durable."""
         if self.times is None:
@@ -180,7 +186,7 @@ _MOST_NOTED = 256
 _LONG = 256 << 10
 
 # Escaped, these words can look like anything.
-_NEEDED = re.compile(r'"(?:start|end|skip|save|restore|pull)"|\\')
+_NEEDED = re.compile(r'"(?:start|end|skip|save|restore|pull|warning)"|\\')
 
 # Only lines that strict JSON takes too match: a number has no leading zero and is finite, a text no escapes.
 _COUNT = r"(?:0|[1-9][0-9]{0,14})"

@@ -39,8 +39,14 @@ class History:
     >>> run.release()
     """
 
-    def __init__(self, run: Run, *, by_hand: bool = False) -> None:
+    def __init__(self, run: Run, *, by_hand: bool = False, issued: Iterable[str] = ()) -> None:
         self._run = run
+        self._issued = issued
+        """The texts of all warnings so far; more may come at any moment, and in any thread."""
+        self._warned: list[str] = []
+        """Those that have a line."""
+        self.warned_before = 0
+        """How many warnings the start before this one has kept."""
         # A push or a pull by hand belongs to no attempt.
         self._by_hand = by_hand
         self._path = run.path / history.NAME
@@ -84,7 +90,7 @@ class History:
                 return None
             self.highest, self._branch, self._skipped = found.highest, found.stands_on, found.skipped
             self.wrote, self.last_took = [*map(json.loads, found.noted)], found.took()
-            last = found.attempt
+            last, self.warned_before = found.attempt, found.warned()
             late = [_save(about, last or None) for about in self._unknown()]
             self._take_in(late)
             saves = [*late, {"number": found.last[last]}] if last in found.last else late
@@ -185,9 +191,17 @@ class History:
         """Note how and where this process has ended; only the first call counts."""
         with self._guard:
             if self.attempt is not None:
-                line = self._end("end", how=how[:_LONGEST_TEXT], **place)
+                issued = self._warnings()
+                told = {"warnings": len(self._warned)} if self._warned else {}
+                line = self._end("end", how=how[:_LONGEST_TEXT], **place, **told)
                 self.attempt = None
-                self._write(line)
+                self._write(*issued, line)
+
+    def _warnings(self) -> list[Line]:
+        """Return lines for the warnings that have none."""
+        new = [*self._issued][len(self._warned) :] if self.attempt is not None else []
+        self._warned += new
+        return [self._line("warning", text=text[:_LONGEST_TEXT]) for text in new]
 
     def _line(self, event: str, **about: Json) -> Line:
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
@@ -238,7 +252,7 @@ class History:
         self._superseded, self._is_marked = left, True
 
     def _write(self, *lines: Line) -> None:
-        self._due.extend(lines)
+        self._due.extend([*lines, *self._warnings()])
         self._mark()
         for line in filter(history.is_save, self._due):
             line["superseded"] = self._marks.pop(line["number"], line["superseded"])

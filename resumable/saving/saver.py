@@ -56,7 +56,7 @@ class Saving:
         self.once = training.once
         self.goal_metric = GoalMetric(training.goal, training.once)
         self._copies = training.copies
-        self.history = History(training.run)
+        self.history = History(training.run, issued=training.once.issued)
         self.save_cost = SaveCost()
         self._built = training.parts.settings
         """The settings that the training began with, or took over from a checkpoint."""

@@ -27,6 +27,7 @@ from ..progress import Progress
 from ..run import changes, directory
 from ..run.directory import Run
 from ..run.history_writer import History
+from ..run.policy import counted
 from ..run.resume_choice import Which
 from ..saving.autosave import Autosave
 from ..saving.closing import closed, end
@@ -160,7 +161,13 @@ class Session:
         about = found[1].about
         shares = about.data_size, position.processes
         resized = changes.resized(about.world_size, ranks.size, *shares)
-        training.print(line + resized + self.resuming.told(fit))
+        training.print(line + resized + self.resuming.told(fit) + self._warned())
+
+    def _warned(self) -> str:
+        """Return the addition to the resume line about warnings of the start before."""
+        count = self.saving.history.warned_before
+        what = f"; {counted(count, 'warning')} at the last start (resumable report {self.training.run})"
+        return what if count else ""
 
     def _begin(self) -> None:
         self.own()

@@ -10,7 +10,7 @@ from typing import Any
 
 from .. import rows as progress_rows
 from ..run import address
-from ..run.policy import bytes_of, moment
+from ..run.policy import bytes_of, counted, moment
 from .columns import Column, cut
 from .listing import NOT_RECORDED, Listed
 from .tables import print_columns
@@ -69,6 +69,7 @@ def summary(path: str, listed: Listed) -> Row:
         "best": value,
         "checkpoints": len(listed.rows),
         "newest": newest.get("number"),
+        "warnings": len(listed.attempts[-1]["warnings"]) if listed.attempts else 0,
         "damaged": sum(bool(row["problem"]) for row in listed.rows),
         "size": listed.size,
         "saved": newest.get("saved"),
@@ -119,4 +120,5 @@ def _detail(row: Row) -> str:
     line = _UNENDED if line == NOT_RECORDED else line
     words = [line if row["state"] in ("running", "stopped", "crashed") else ""]
     words += [f"{row['damaged']} damaged"] if row["damaged"] else []
+    words += [counted(row["warnings"], "warning")] if row["warnings"] else []
     return cut(", ".join(word for word in words if word), _LONGEST_DETAIL)

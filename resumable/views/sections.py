@@ -69,6 +69,8 @@ def _about(run: Row, names: Sequence[str], level: int) -> Iterator[Markup]:
     saves = charts.shown(run, _MOST_ROWS)
     parts.append(_saves(run, saves, names) if saves else tag("p", "Nothing was saved yet."))
     yield section("Checkpoints", level, *parts)
+    if any(one["warnings"] for one in run["attempts"]):
+        yield section("Warnings", level, _warnings(run))
     yield section("What happened", level, _happened(run))
     yield section("Attempts", level, _attempts(run))
 
@@ -97,6 +99,19 @@ def _saves(run: Row, saves: Sequence[Row], names: Sequence[str]) -> Markup:
     some = f"{len(saves):,} of " if len(saves) < len(run["saves"]) else ""
     caption = f"Checkpoints of {run['run']}: {some}{len(run['saves']):,}, newest first"
     return _table(caption, head, [[row[key] for key in columns] for row in rows], words)
+
+
+def _warnings(run: Row) -> Markup:
+    starts = dict[str, list[str]]()
+    for one in run["attempts"]:
+        for text in one["warnings"]:
+            starts.setdefault(text, []).append(str(one["attempt"]))
+    shown = [*starts.items()][-_MOST_EVENTS:]
+    texts = [
+        tag("div", *(tag("div", line) for line in text.splitlines()), class_="text") for text, _ in shown
+    ]
+    rows = [[_short(", ".join(found)), text] for (_, found), text in zip(shown, texts, strict=True)]
+    return _table(f"Warnings of {run['run']}", ["attempt", "warning"], rows, (1,))
 
 
 def _happened(run: Row) -> Markup:

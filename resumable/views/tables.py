@@ -12,7 +12,7 @@ from typing import Any, TextIO
 from .. import rows as progress_rows
 from ..errors import printable
 from ..run import history
-from ..run.policy import bytes_of, moment
+from ..run.policy import bytes_of, counted, moment
 from .columns import Column, cut, fitted, terminal_width
 
 _LEAST_CELL = 8
@@ -102,7 +102,7 @@ def print_rest(
     if attempts:
         cells = [_attempt_cells(attempt, state if attempt is attempts[-1] else None) for attempt in attempts]
         # The age goes first, then where it ran; how it ended is cut before either.
-        needs = (0, 2, 3, 4, 1, 0)
+        needs = (0, 2, 3, 4, 1, 5, 0)
         columns = [
             Column("", one, need, is_left=True, least=0 if need else _LEAST_ENDED * (at > 0))
             for at, (one, need) in enumerate(zip(zip(*cells, strict=True), needs, strict=True))
@@ -130,6 +130,7 @@ def _attempt_cells(attempt: Mapping[str, Any], state: str | None) -> tuple[str, 
         f"process {attempt['pid']}",
         "fresh" if came_from is None else f"from checkpoint {came_from}",
         age(attempt["time"]),
+        counted(len(attempt["warnings"]), "warning") if attempt["warnings"] else "",
         "running" if state == "running" and not ended else last,
     )
 

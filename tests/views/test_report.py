@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,11 @@ import pytest
 import torch
 from grouped import grouped
 from places import CLI_PAGE
+from torch.utils.data import DataLoader, TensorDataset
 
 from resumable import Preempted, RunState, UsageError
 from resumable.cli.app import main
+from resumable.errors import warn
 from resumable.files.lock import holder
 from resumable.run.directory import Run
 from resumable.run.history import NO_EXIT
@@ -70,6 +73,31 @@ def test_a_run_is_reported_with_what_happened_to_it_and_where(trained: Path) -> 
     assert [save["number"] for save in found["saves"] if save["abandoned"]] == [7, 8]
     assert (found["newest"], found["best"]) == (16, 16)
     assert [attempt["saves"] for attempt in found["attempts"]] == [8, 4, 1, 3]
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_a_silenced_warning_is_kept_counted_and_shown(
+    run_dir: Path, capsys: pytest.CaptureFixture[str], is_killed: bool
+) -> None:
+    unordered = DataLoader(TensorDataset(torch.zeros(4)), num_workers=1, in_order=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        train(run_dir, 2, loader=unordered)
+        train(run_dir, 4, loader=unordered, each=lambda: warn("it is\n<b>hot</b>"))
+    if is_killed:
+        path = run_dir / "history.jsonl"
+        path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
+    train(run_dir, 5, allow=["loader"])
+    train(run_dir, 6)
+
+    told = capsys.readouterr().out
+    assert re.findall(r"; (\d) warnings? at the last start \(resumable report", told) == ["1", "2"]
+    page = report.page([overview(Run(run_dir))])
+    assert "<h2>Warnings</h2>" in page
+    assert "&lt;b&gt;hot" in page
+    assert main(["ls", str(run_dir)]) == 0
+    listed = capsys.readouterr().out.splitlines()[-4:]
+    assert [re.findall(r"\d warnings?", line) for line in listed] == [["1 warning"], ["2 warnings"], [], []]
 
 
 def test_of_a_checkpoint_that_was_pruned_the_metrics_stay(trained: Path) -> None:
