@@ -50,6 +50,8 @@ class Namespace(NamedTuple):
     may_be_bound: frozenset[str]
     """Those that a loop of the script assigns, or a function."""
     bind: Callable[[Mapping[str, Any]], None]
+    is_cell: bool = False
+    """Whether code that comes later may read all of them: another cell of a notebook."""
 
     def roots(self) -> Iterable[tuple[Step, Any]]:
         """Return the objects among the variables, as roots of a walk."""

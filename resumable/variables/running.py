@@ -94,7 +94,8 @@ def _of_module(
         live = (live or frozenset()) | frozenset(frames.code_names(top)).union(
             *(code.co_names for code in codes if code is not top.f_code)
         )
-    return Namespace(key, _kept(dict(held)), live, may_bind, held.update)
+    is_cell = top is not None and "__file__" not in held
+    return Namespace(key, _kept(dict(held)), live, may_bind, held.update, is_cell)
 
 
 def of_objects(key: str, objects: Mapping[str, Any]) -> Namespace:

@@ -186,7 +186,9 @@ class Variables:
                 for name, one in namespace.variables.items()
                 if self._is_stored(namespace, base, name, one, look)
             )
-            rows.append([namespace.key, look.bound(changed, self._remade(namespace))])
+            # Another cell may read it, but does so in vain if nothing can bring it back.
+            later = {*namespace.variables} - (namespace.may_be_read or set()) if namespace.is_cell else set()
+            rows.append([namespace.key, look.bound(changed, self._remade(namespace) | later)])
             look.lost += self._begun_before(namespace, base)
         look.lost += self._imported(there)
         look.keep_constants(self._digests)
@@ -256,7 +258,7 @@ class Variables:
         }
 
     def _is_stored(self, namespace: Namespace, base: _Base, name: str, value: Any, look: Look) -> bool:
-        if namespace.may_be_read is not None and name not in namespace.may_be_read:
+        if not namespace.is_cell and namespace.may_be_read is not None and name not in namespace.may_be_read:
             return False
         if type(value) is float and _STARTED - 1 <= value <= time.time() + 1:
             # A time of this process.

@@ -128,3 +128,49 @@ def test_a_cell_shows_one_bar_of_text_that_stays_when_it_is_finished(kernel: Any
     assert len(bars) == 1
     assert re.fullmatch(r"epoch 4/4 100% ━{20}  00:0\d  saved 4  loss \d\.\d+", bars[0])
     assert "<Run shown: 4 checkpoints, newest 4>" in str(names)
+
+
+LOOP = """
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+state = RunState.load('cells', model=model, loader=torch.arange(24.0).view(6, 4).split(1), minimize='loss')
+best, history = 9e9, []
+for epoch in state.epochs(3):
+    for number, batch in enumerate(state.batches()):
+        loss = model(batch).sum()
+        history.append(round(loss.item(), 4))
+        if history[-1] < best:
+            best, best_at = history[-1], (epoch, number)
+        pathlib.Path('step').write_text(str(state.step + len(history)))
+        time.sleep(PACE)
+    last = state.epoch
+    state.save(loss=loss.detach())
+state.close()
+"""
+
+
+def test_what_cells_read_later_comes_back_to_a_kernel_that_was_restarted(kernel: Any, tmp_path: Path) -> None:
+    show = "[best, best_at, history, last, number]"
+    run(kernel, SETUP.format(root=str(ROOT)))
+    run(kernel, LOOP.replace("PACE", "0").replace("'cells'", "'whole'"))
+    (whole,) = [one.data["text/plain"] for one in run(kernel, show)]
+    (tmp_path / "step").unlink()
+
+    for stop_at in (8, 14, None):
+        thread = press_stop(tmp_path, stop_at) if stop_at else None
+        *_, last = run(kernel, LOOP.replace("PACE", "0.1" if stop_at else "0"))
+        if thread:
+            thread.join(60)
+            assert last.ename == "KeyboardInterrupt"
+            kernel.km.restart_kernel(now=True)
+            kernel.kc.wait_for_ready()
+            run(kernel, SETUP.format(root=str(ROOT)))
+    (resumed,) = [one.data["text/plain"] for one in run(kernel, show)]
+    assert resumed == whole
+    # The run is complete: no body runs again.
+    run(kernel, "del best, best_at, history, last, number")
+    told = run(kernel, LOOP.replace("PACE", "0"))
+    (again,) = [one.data["text/plain"] for one in run(kernel, show)]
+
+    assert again == whole
+    assert not [one for one in told if one.output_type == "stream" and one.name == "stderr"]
