@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from ..files.codec import Encoded
@@ -41,14 +41,10 @@ class Alone(Crew):
             self.run_id = self._run.identity(None)
 
     def choose(
-        self,
-        which: Which,
-        read: Callable[[Checkpoint], T],
-        copies: Copies | None = None,
-        skip: Container[int] = (),
+        self, which: Which, read: Callable[[Checkpoint], T], copies: Copies | None = None
     ) -> tuple[Checkpoint, T] | None:
         """Return the checkpoint that `which` means, read; None to start fresh."""
-        return self._run.choose(which, read, copies, skip)
+        return self._run.choose(which, read, copies)
 
     def _highest(self, last: int) -> int:
         return max(last, self._run.highest() or 0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from ..errors import SaveFailed, UsageError
@@ -82,11 +82,7 @@ class Crew(ABC):
 
     @abstractmethod
     def choose(
-        self,
-        which: Which,
-        read: Callable[[Checkpoint], T],
-        copies: Copies | None = None,
-        skip: Container[int] = (),
+        self, which: Which, read: Callable[[Checkpoint], T], copies: Copies | None = None
     ) -> tuple[Checkpoint, T] | None:
         """Return the checkpoint that `which` means, read by all processes; None to start fresh."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -112,11 +112,7 @@ class Joint(Crew):
         return run_id
 
     def choose(
-        self,
-        which: Which,
-        read: Callable[[Checkpoint], T],
-        copies: Copies | None = None,
-        skip: Container[int] = (),
+        self, which: Which, read: Callable[[Checkpoint], T], copies: Copies | None = None
     ) -> tuple[Checkpoint, T] | None:
         """Return the checkpoint that `which` means, read by all processes; None to start fresh."""
         if not self.is_first:
@@ -124,7 +120,7 @@ class Joint(Crew):
         self._has_announced = False
         try:
             announced = _Announced(copies, self._pull) if copies else None
-            found = self._run.choose(which, lambda found: self._propose(found, read), announced, skip)
+            found = self._run.choose(which, lambda found: self._propose(found, read), announced)
         except BaseException as exc:
             # All know why a proposal failed; they do not know yet that no other follows.
             if not self._has_announced:

@@ -6,7 +6,7 @@ import contextlib
 import os
 import re
 import threading
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from datetime import datetime, timezone
 from pathlib import Path
@@ -124,17 +124,13 @@ class Run:
         return [*reversed([*self._catalog.intact()])]
 
     def choose(
-        self,
-        which: Which,
-        read: Callable[[Checkpoint], T],
-        copies: Copies | None = None,
-        skip: Container[int] = (),
+        self, which: Which, read: Callable[[Checkpoint], T], copies: Copies | None = None
     ) -> tuple[Checkpoint, T] | None:
         """Return the checkpoint that `which` means and the result of `read` for it; None to start fresh.
 
-        What is not here, or is damaged, is taken from its `copies`. Of the newest, those to `skip` come last.
+        What is not here, or is damaged, is taken from its `copies`.
         """
-        return Choice(self._catalog, str(self), read, copies).find(which, skip)
+        return Choice(self._catalog, str(self), read, copies).find(which)
 
     def best(self, goal: Goal | None) -> Best | None:
         """Return the best of the intact checkpoints; only new ones are opened."""

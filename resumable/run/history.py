@@ -162,11 +162,6 @@ def is_warning(line: Line) -> bool:
     return line.get("event") == "warning" and _holds(line, attempt=int, text=str)
 
 
-def is_skip(line: Line) -> bool:
-    """Return whether a line says that resuming from a checkpoint failed, as this library writes it."""
-    return line.get("event") == "skip" and _holds(line, number=int, problem=str)
-
-
 def _previous(start: Line) -> Line | None:
     found = start.get("previous")
     return found if isinstance(found, dict) and _holds(found, attempt=int, how=str) else None

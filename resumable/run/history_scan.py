@@ -27,8 +27,6 @@ class Scan:
         """The starts and the ends, oldest first."""
         self.parents: dict[int, int | None] = {}
         self.superseded: set[int] = set()
-        self.skipped: dict[int, str] = {}
-        """The checkpoints that a start must not resume from, and why."""
         self.last: dict[int | None, int] = {}
         """The highest save number of each attempt."""
         self.noted: deque[str] = deque(maxlen=_MOST_NOTED)
@@ -59,8 +57,6 @@ class Scan:
         self.parents[number], self.stands_on = parent, number
         self.last[attempt] = max(number, self.last.get(attempt, number))
         (self.superseded.add if is_superseded else self.superseded.discard)(number)
-        # The folder had lost its newest checkpoint: this is another one of the same number.
-        self.skipped.pop(number, None)
 
     def line(self, line: Line) -> None:
         """Take in a parsed line."""
@@ -78,7 +74,6 @@ class Scan:
 
     def _other(self, line: Line) -> None:
         self.others.append(line)
-        self.skipped |= {line["number"]: line["problem"]} if history.is_skip(line) else {}
         if line.get("event") in ("start", "restore", "pull"):
             # A pull has brought a checkpoint that may be older than others, and has no line yet.
             came_from = line.get("from")
@@ -144,7 +139,7 @@ def _after_summary(data: bytes) -> Scan | None:
         return None
     found = Scan()
     found.line(line)
-    found.before, found.stands_on, found.skipped = summary, summary.stands_on, {**summary.skipped}
+    found.before, found.stands_on = summary, summary.stands_on
     found.summed_up = attempt
     if summary.last is not None:
         found.last[attempt] = summary.last
@@ -155,17 +150,10 @@ def _after_summary(data: bytes) -> Scan | None:
     return scan(rest, found)
 
 
-def skipped(folder: Path) -> dict[int, str]:
-    """Return the checkpoints that a start must not resume from, and why."""
-    # A training needs no history; the writer reports one that cannot be read.
-    with contextlib.suppress(OSError):
-        return scan_end(folder).skipped
-    return {}
-
-
 def allowed(folder: Path) -> list[str]:
     """Return the patterns of `allow=` that earlier starts resumed with."""
     starts: list[Line] = []
+    # A training needs no history; the writer reports one that cannot be read.
     with contextlib.suppress(OSError):
         starts = [one for one in scan(history.content(folder)).others if one.get("event") == "start"]
     lists = [line["allowed"] for line in starts if isinstance(line.get("allowed"), list)]
@@ -186,7 +174,7 @@ _MOST_NOTED = 256
 _LONG = 256 << 10
 
 # Escaped, these words can look like anything.
-_NEEDED = re.compile(r'"(?:start|end|skip|save|restore|pull|warning)"|\\')
+_NEEDED = re.compile(r'"(?:start|end|save|restore|pull|warning)"|\\')
 
 # Only lines that strict JSON takes too match: a number has no leading zero and is finite, a text no escapes.
 _COUNT = r"(?:0|[1-9][0-9]{0,14})"

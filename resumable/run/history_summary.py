@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import NamedTuple, TypeGuard
 
 from ..files.strict_json import Json
@@ -21,32 +20,28 @@ class Summary(NamedTuple):
     """The checkpoint that the training stands on; each `superseded` in the file is as seen from there."""
     last: int | None
     """The last save of the attempt."""
-    skipped: Mapping[int, str]
-    """The checkpoints that a start must not resume from, and why."""
     took: tuple[float | None, float] | None
     """The cost of the last save that has one: seconds lost, if known, and until durable."""
 
     def to_json(self) -> Json:
         """Return it as it stands in a line."""
-        skipped = [[number, why] for number, why in self.skipped.items()]
-        return {**self._asdict(), "skipped": skipped, "took": self.took and [*self.took]}
+        return {**self._asdict(), "took": self.took and [*self.took]}
 
 
 def parsed(found: Json) -> Summary | None:
     """Return the summary in a line; None if there is none as this library writes it.
 
-    >>> parsed({"highest": 9, "stands_on": 9, "last": 9, "skipped": [[3, "no rest"]], "took": [None, 0.5]})
-    Summary(highest=9, stands_on=9, last=9, skipped={3: 'no rest'}, took=(None, 0.5))
+    >>> parsed({"highest": 9, "stands_on": 9, "last": 9, "took": [None, 0.5]})
+    Summary(highest=9, stands_on=9, last=9, took=(None, 0.5))
     """
-    if not isinstance(found, dict) or found.keys() != {*Summary._fields}:
+    # Earlier versions write what is "skipped", too.
+    if not isinstance(found, dict) or found.keys() - {"skipped"} != {*Summary._fields}:
         return None
-    one = Summary(**found)
+    one = Summary(*map(found.__getitem__, Summary._fields))
     numbers = [number for number in (one.stands_on, one.last) if number is not None]
     if not all(map(_is_number, [one.highest, *numbers])) or not _is_cost(one.took):
         return None
-    if not isinstance(one.skipped, list) or not all(map(_is_skip, one.skipped)):
-        return None
-    return one._replace(skipped=dict(one.skipped), took=one.took and (one.took[0], one.took[1]))
+    return one._replace(took=one.took and (one.took[0], one.took[1]))
 
 
 def is_time(value: Json) -> TypeGuard[float]:
@@ -56,10 +51,6 @@ def is_time(value: Json) -> TypeGuard[float]:
 
 def _is_number(value: Json) -> bool:
     return type(value) is int and 0 <= value <= HIGHEST
-
-
-def _is_skip(value: Json) -> bool:
-    return isinstance(value, list) and len(value) == 2 and _is_number(value[0]) and isinstance(value[1], str)
 
 
 def _is_cost(value: Json) -> bool:

@@ -61,7 +61,6 @@ class History:
         self._branch: int | None = None
         self._is_marked = True
         """Whether the saves that are not on this branch are known."""
-        self._skipped: dict[int, str] = {}
         # Lines that are not in the file yet; bounded, because the file may stay unwritable.
         self._due: deque[Line] = deque(maxlen=_MOST_DUE)
         self._marks: dict[int, bool] = {}
@@ -88,7 +87,7 @@ class History:
             except CannotRead as exc:
                 self._tell(exc)
                 return None
-            self.highest, self._branch, self._skipped = found.highest, found.stands_on, found.skipped
+            self.highest, self._branch = found.highest, found.stands_on
             self.wrote, self.last_took = [*map(json.loads, found.noted)], found.took()
             last, self.warned_before = found.attempt, found.warned()
             late = [_save(about, last or None) for about in self._unknown()]
@@ -143,7 +142,6 @@ class History:
             line = _save(about, self.attempt, why=why, interval=interval, **times, **more)
             self._take_in([line])
             self._last, self._branch = about.number, about.number
-            self._skipped.pop(about.number, None)
             if (durable := times["durable"]) is not None:
                 self.last_took = times["lost"], durable
             self._write(line)
@@ -162,13 +160,6 @@ class History:
             if self.attempt is not None:
                 self._go_on_from(number)
                 self._write(self._line("restore", **{"from": number}, what=what))
-
-    def skip(self, number: int, problem: str) -> None:
-        """Note that resuming from this checkpoint failed, so that the next start skips it."""
-        with self._guard:
-            if self.attempt is not None:
-                self._skipped[number] = problem[:_LONGEST_TEXT]
-                self._write(self._line("skip", number=number, problem=self._skipped[number]))
 
     def pushed(
         self, number: int, to: str, *, sent: int, copied: int, seconds: float, removed: Sequence[int] = ()
@@ -210,7 +201,7 @@ class History:
     def _end(self, event: str, **about: Json) -> Line:
         """Return a line from which on the next start reads."""
         stands_on = self._branch if self._is_summed_up else None
-        known = Summary(self.highest, stands_on, self._last, self._skipped, self.last_took)
+        known = Summary(self.highest, stands_on, self._last, self.last_took)
         return self._line(event, **about, **{history_summary.KEY: known.to_json()})
 
     def _unknown(self) -> Iterator[Manifest]:

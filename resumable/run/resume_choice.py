@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import os
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Generic, Protocol, TypeGuard, TypeVar
@@ -110,22 +110,22 @@ class Choice(Generic[T]):
     ) -> None:
         self.catalog, self.run, self.read, self.copies = catalog, run, read, copies
 
-    def find(self, which: Which, skip: Container[int]) -> tuple[Checkpoint, T] | None:
+    def find(self, which: Which) -> tuple[Checkpoint, T] | None:
         """Return the checkpoint that `which` means and the result of `read` for it; None to start fresh."""
         is_empty = self.catalog.highest() is None and not (self.copies and self.copies.numbers)
         if which == "never" or (which == "auto" and is_empty):
             return None
         if which == "auto" or which in _NEWEST:
-            return self._newest_intact(skip)
+            return self._newest_intact()
         if which != "best" and not is_number(which):
             found = _open_named(self.catalog, which)
             return found, self.read(found)
         return self._open(self._best_number() if which == "best" else int(which))
 
-    def _newest_intact(self, skip: Container[int]) -> tuple[Checkpoint, T]:
+    def _newest_intact(self) -> tuple[Checkpoint, T]:
         # Newest is the highest save number: after restore(), the highest step may be on an abandoned branch.
         last: ResumableError | None = None
-        for number in _those_last(skip, self._newest_first()):
+        for number in self._newest_first():
             try:
                 return self._open(number)
             except (CheckpointDamaged, IsElsewhere, RemoteError) as exc:
@@ -205,16 +205,6 @@ def _without_frames(error: ResumableError) -> ResumableError:
     return error
 
 
-def _those_last(last: Container[int], numbers: Iterable[int]) -> Iterator[int]:
-    kept = []
-    for number in numbers:
-        if number in last:
-            kept.append(number)
-        else:
-            yield number
-    yield from kept
-
-
 def _open_named(catalog: Catalog, which: Which) -> Checkpoint:
     if isinstance(which, bool) or not isinstance(which, (int, str, os.PathLike)):
         raise UsageError(f"resume={which!r} does not say where to continue from.", fix=f"say {_CHOICES}.")
@@ -226,7 +216,7 @@ def _open_named(catalog: Catalog, which: Which) -> Checkpoint:
     if word or address.is_run(path):
         # A run of its own, and in it the newest intact one unless another is named.
         other = Choice(Catalog(path / catalog.folder.name), run, lambda found: found, None)
-        found = other.find(word or "must", ())
+        found = other.find(word or "must")
         assert found
         return found[0]
     if os.path.lexists(path / manifest.NAME):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -61,39 +61,12 @@ class Resuming:
         self._chosen: Any = None
         """The checkpoint that the training goes on from."""
 
-    def choose(
-        self, which: Which, expect: str | None = None, skip: Container[int] = ()
-    ) -> tuple[Checkpoint, Reading] | None:
+    def choose(self, which: Which, expect: str | None = None) -> tuple[Checkpoint, Reading] | None:
         """Return the checkpoint that `which` means, read and verified; None to start fresh.
 
         One with another content than the expected one is an error, and no older one is looked for.
         """
-        return self._crew.choose(which, partial(self._read, expect), self._copies, skip)
-
-    def choose_first(self, which: Which, expect: str | None) -> tuple[tuple[Checkpoint, Reading] | None, str]:
-        """Return the checkpoint to begin with, and what to say where the newest one is passed over.
-
-        It is where the start that resumed from it failed behind an epoch's last batch.
-        """
-        if which not in ("auto", "must") or expect:
-            return self.choose(which, expect), ""
-        listed = self._crew.ranks.first(
-            "what to skip", lambda: [*history_scan.skipped(self._run.path).items()]
-        )
-        problems = dict(listed)
-        found = self.choose(which, expect, problems)
-        if found is None or not problems:
-            return found, ""
-        about = found[0].about
-        number = about.number
-        if number not in problems:
-            passed = [one for one in problems if one > number and self._run.path_of(one)]
-            newest = max(passed, default=None)
-            return found, _skipped(newest, problems, f"to resume from it: resume={newest}") if newest else ""
-        if which == "auto" and about.epoch == 0 and about.parent is None:
-            # A kill before the run's first checkpoint loses as much; the same bits are trained again.
-            return None, _skipped(number, problems, "there is no earlier one")
-        return found, f"checkpoint {number} is the only one, so it is used again: {_ended(problems[number])}"
+        return self._crew.choose(which, partial(self._read, expect), self._copies)
 
     @no_garbage_collection()
     @torch.inference_mode(False)
@@ -320,14 +293,6 @@ class Resuming:
             if lengths == [at["batch"]]:
                 facts[-1] += " (only the rest of its body is left)"
         return [*facts, f"step {at['step']}"]
-
-
-def _skipped(number: int, problems: Mapping[int, str], rest: str) -> str:
-    return f"checkpoint {number} is skipped: {_ended(problems[number])}; {rest}"
-
-
-def _ended(problem: str) -> str:
-    return f"the start that resumed from it ended with {problem}"
 
 
 def _of_position(reading: Reading) -> Mapping[str, Any]:

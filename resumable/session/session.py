@@ -129,15 +129,13 @@ class Session:
         is_empty = directory.is_empty(run.path)
         if ranks.first("the run", lambda: os.path.exists(run.path)):
             self.own()
-        found, skipped = self.resuming.choose_first(resume, expect)
-        if skipped:
-            training.print(f"{run}: {skipped}")
+        found = self.resuming.choose(resume, expect)
         if found is None:
             check = partial(allowed.refuse_unknown, options.allow, training.parts, None, set())
             ranks.each("the names in allow=", check)
             self._begin()
-            what = ":" if skipped else " is empty:" if is_empty else " has no checkpoint yet:"
-            training.print(f"{run}{what} starting fresh")
+            what = "is empty" if is_empty else "has no checkpoint yet"
+            training.print(f"{run} {what}: starting fresh")
             self._begin_trace()
             return
         fit = self.resuming.fit(*found, options.allow, options.override)
@@ -246,7 +244,6 @@ class Session:
 
     def _save(self, why: str, metrics: Mapping[str, Any] | None) -> PendingSave:
         self.training.meet()
-        self.steps.look_at_others()
         self.heads.saving(is_called=why == "called")
         # What follows a save at an epoch's end is the next epoch, as after a save by itself.
         has_ended = why != "called" or self.training.position.boundary() is Boundary.EPOCH

@@ -34,13 +34,11 @@ def about(number: int, parent: int | None) -> Manifest:
 
 @pytest.fixture
 def run(run_dir: Path) -> Iterator[Run]:
-    """A run with a start, a save and a skip in its history."""
+    """A run with a start and a save in its history."""
     run = Run(run_dir)
     run.acquire()
     found = History(run)
     found.begin({**HERE, "allowed": ["model.*"]}, None)
-    found.skip(1, "it does not fit")
-    found.skip(7, "out of memory")
     wrote = {"way": "direct", "disk": 12, "size": 70_000_000, "seconds": 0.31}
     rule = {"seconds": 84.0, "reason": "1 % of 8400 s"}
     found.saved(about(1, None), "every 1 %", interval=rule, took=Took(0.1, 2.5), wrote=wrote)
@@ -77,7 +75,7 @@ def same(data: bytes) -> bool:
         expected.last,
     )
     assert [*map(json.loads, found.noted)] == [*map(json.loads, expected.noted)]
-    kept = [(one.skipped, one.took(), one.warned()) for one in (found, expected)]
+    kept = [(one.took(), one.warned()) for one in (found, expected)]
     return kept[0] == kept[1]
 
 
@@ -136,16 +134,13 @@ def test_a_hostile_line_is_taken_as_by_parsing(lines: list[Line], old: bytes, ne
     assert same(b"\n".join(texts))
 
 
-def test_a_long_history_tells_what_to_skip_and_what_was_allowed(run: Run, lines: list[Line]) -> None:
-    lines.append({"event": "skip", "attempt": 1, "number": 12, "problem": "again"})
+def test_a_long_history_tells_what_was_allowed(run: Run, lines: list[Line]) -> None:
     (run.path / history.NAME).write_bytes(joined(lines))
 
-    # 1 and 7 were saved again after that.
-    assert history_scan.skipped(run.path) == {12: "again"}
     assert history_scan.allowed(run.path) == ["model.*"]
 
 
-def test_one_that_cannot_be_read_says_nothing_of_what_to_skip_or_allow(tmp_path: Path) -> None:
+def test_one_that_cannot_be_read_says_nothing_of_what_was_allowed(tmp_path: Path) -> None:
     (tmp_path / history.NAME).mkdir()
 
-    assert (history_scan.skipped(tmp_path), history_scan.allowed(tmp_path)) == ({}, [])
+    assert history_scan.allowed(tmp_path) == []

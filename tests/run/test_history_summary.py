@@ -14,7 +14,7 @@ from resumable import Boundary
 from resumable.files.large_files import Content
 from resumable.run import checkpoint, history, history_summary
 from resumable.run.directory import Run
-from resumable.run.history_scan import scan_end, skipped
+from resumable.run.history_scan import scan_end
 from resumable.run.history_writer import History
 from resumable.run.manifest import Manifest
 from resumable.run.policy import Took
@@ -69,26 +69,10 @@ def without_summaries(run: Run) -> list[dict[str, Any]]:
     return [{key: line[key] for key in line if key not in ("known", "unknown", "time")} for line in lines]
 
 
-def test_what_to_skip_is_known_until_it_is_saved_again(trained: Run) -> None:
-    found = begun(trained)
-    found.skip(4, "no rest")
-    found.skip(5, "no batch")
-    found.ended("closed", epoch=1, batch=2, step=5)
-    change(trained, lambda lines: lines[-1:])
-    assert skipped(trained.path) == {4: "no rest", 5: "no batch"}
-
-    found = begun(trained)
-    trained.remove([5])
-    save(found, trained, 5, 4)
-    found.ended("closed", epoch=1, batch=2, step=5)
-    assert skipped(trained.path) == {4: "no rest"}
-
-
 @pytest.mark.parametrize(
     ("key", "value"),
     [
         *(("highest", value) for value in (-1, "9", 1 << 60)),
-        *(("skipped", value) for value in ({}, [[4]], [["4", "no rest"]])),
         *(("took", [0.1, -1]), ("stands_on", True), ("last", 2.5), ("more", 1)),
     ],
 )
@@ -98,7 +82,15 @@ def test_a_summary_that_is_not_as_it_is_written_is_not_used(trained: Run, key: s
     change(trained, lambda lines: [*lines[:-1], json.dumps(line).encode() + b"\n"])
 
     assert scan_end(trained.path).before is None or key != "more"
-    assert (begun(trained).highest, skipped(trained.path)) == (5, {})
+    assert begun(trained).highest == 5
+
+
+def test_a_summary_of_earlier_versions_is_used(trained: Run) -> None:
+    line = history.read(trained.path)[-1]
+    line[history_summary.KEY]["skipped"] = [[4, "no rest"]]
+    change(trained, lambda lines: [json.dumps(line).encode() + b"\n"])
+
+    assert begun(trained).highest == 5
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -109,7 +101,7 @@ def test_any_training_writes_the_same_history_without_summaries(tmp_path: Path, 
 
 
 def written(run: Run, seed: int, uses_summaries: bool) -> Run:
-    """Return a run after a few processes that save, go back, skip, lose checkpoints, are killed or end."""
+    """Return a run after a few processes that save, go back, lose checkpoints, are killed or end."""
     draw, number, at = random.Random(seed), 0, None
     run.acquire()
     for _ in range(8):
@@ -120,7 +112,7 @@ def written(run: Run, seed: int, uses_summaries: bool) -> Run:
         at = at if at in there else None
         found = begun(run, at)
         number = max(number, found.highest)
-        for what in draw.choices("sssrkdl", k=5):
+        for what in draw.choices("sssrdl", k=5):
             if what == "s":
                 number += 1
                 save(found, run, number, at)
@@ -128,8 +120,6 @@ def written(run: Run, seed: int, uses_summaries: bool) -> Run:
             elif what == "r" and run.numbers():
                 at = draw.choice(run.numbers())
                 found.went_back(at, "best")
-            elif what == "k" and at:
-                found.skip(at, "no rest")
             elif what == "d" and len(run.numbers()) > 2:
                 run.remove(draw.sample(run.numbers()[:-1], 1))
             elif what == "l" and draw.random() < 0.3:
