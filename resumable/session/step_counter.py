@@ -15,7 +15,7 @@ from ..parts.slots import named
 from ..saving.autosave import Autosave
 from ..saving.fence import is_capturing, untraced
 from ..saving.saver import Saving
-from ..saving.unseen_optimizers import NotGiven, Unseen
+from ..saving.unseen_optimizers import Others, Unseen
 from ..training import Training
 
 
@@ -32,16 +32,14 @@ class StepCounter:
         self._first = next(iter(given), None)
         self.unseen = Unseen(hooked)
         """The optimizers whose steps have called no hook yet."""
-        self._not_given = NotGiven(
-            self._parts.given(), self._parts.parameters, saving.distrust if training.script else None
-        )
+        self._others = Others(self._parts.given(), self._parts.parameters, saving.distrust)
         self._hooks: list[Any] = []
         for name, live in hooked.items():
             hook = untraced(_weakly(self._stepped, name, name == self._first))
             self._hooks.append(live.register_step_post_hook(hook))
         # `untraced` takes a second to import torch's compiler, unless an optimizer has done so already.
         if "torch._dynamo" in sys.modules:
-            hook = untraced(_weakly(self._not_given.stepped))
+            hook = untraced(_weakly(self._others.stepped))
             self._hooks.append(register_optimizer_step_post_hook(hook))
         self._position.watch_optimizers(
             [*given.values()], are_hooked=bool(hooked), counts_steps=self._first in hooked
@@ -55,10 +53,6 @@ class StepCounter:
     def set_prepared(self) -> None:
         """Note that the optimizers have their state already: a checkpoint has given it to them."""
         self._is_prepared = True
-
-    def look_at_others(self) -> None:
-        """Look, at a save, for optimizers and schedulers that were not given."""
-        self._not_given.look()
 
     def find_unseen(self) -> None:
         """Find the optimizers that step without calling hooks: their steps are in a captured CUDA graph."""

@@ -1,9 +1,8 @@
-"""Warnings of parts that are not given, of epochs that end too early, and of loops that save nothing."""
+"""Optimizers that are not given, and warnings of epochs that end too early and loops that save nothing."""
 
 from __future__ import annotations
 
 import warnings
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +10,11 @@ import pytest
 import torch
 from grouped import grouped
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR, StepLR
 
 from resumable import ResumableWarning, RunState
+from resumable.saving.unseen_optimizers import Others
 
 ENDED = r"says that the epoch is finished, and the training continues in it"
-NOT_GIVEN = r"\(Adam\) trains a model that was given to RunState, and was not given itself"
-SCHEDULER = r"a scheduler \(StepLR\) has changed the learning rate, and was not given"
 
 
 class Script:
@@ -73,27 +70,6 @@ def test_batches_after_the_save_that_ends_the_epoch_are_reported(run_dir: Path) 
                 script.step()
 
 
-# What is not given.
-
-
-@pytest.mark.parametrize("is_given", [True, False])
-def test_an_optimizer_that_is_not_given_is_reported_at_its_first_step(run_dir: Path, is_given: bool) -> None:
-    model = nn.Linear(1, 1)
-    head, body = torch.optim.SGD([model.weight], lr=0.1), torch.optim.Adam([model.bias], lr=0.1)
-    given = {"head": head, "body": body} if is_given else {"head": head}
-
-    with RunState.load(run_dir, model=model, optimizer=given, variables=False) as state:
-        for _ in state.steps(1):
-            model(torch.ones(2, 1)).sum().backward()
-            head.step()
-            if is_given:
-                body.step()
-            else:
-                with pytest.warns(ResumableWarning, match=NOT_GIVEN):
-                    body.step()
-            body.step()
-
-
 class Lookahead:
     """An optimizer around another, which it steps."""
 
@@ -108,31 +84,17 @@ class Lookahead:
         self.inner.load_state_dict(state)
 
 
-def test_what_trains_inside_of_a_given_one_or_elsewhere_is_not_reported(run_dir: Path) -> None:
-    model, other = nn.Linear(1, 1), nn.Linear(1, 1)
-    inner, elsewhere = torch.optim.Adam(model.parameters()), torch.optim.Adam(other.parameters())
-    without = torch.optim.SGD(model.parameters())
-    scheduler = LambdaLR(inner, lambda step: 0.5**step)
+def test_only_an_optimizer_that_was_not_given_and_trains_what_was_is_found() -> None:
+    model, elsewhere = nn.Linear(1, 1), nn.Linear(1, 1)
+    inner = torch.optim.Adam([model.weight])
+    found: list[torch.optim.Optimizer] = []
+    others = Others([model, Lookahead(inner)], model.parameters, lambda: found.append(optimizer))
 
-    given = {"optimizer": Lookahead(inner), "scheduler": scheduler}
-    with RunState.load(run_dir, model=model, every=None, variables=False, **given) as state:
-        for _ in state.steps(2):
-            (model(torch.ones(2, 1)) + other(torch.ones(2, 1))).sum().backward()
-            for optimizer in (inner, elsewhere, without):
-                optimizer.step()
-            scheduler.step()
+    for optimizer in (inner, torch.optim.SGD(elsewhere.parameters()), torch.optim.SGD([model.bias])):
+        others.stepped(optimizer)
+        others.stepped(optimizer)
 
-
-def test_a_scheduler_that_is_not_given_is_reported_at_the_next_save(run_dir: Path) -> None:
-    script = Script(run_dir, variables=False)
-    scheduler = StepLR(script.optimizer, 2)
-
-    with script.state as state:
-        for step in state.steps(3):
-            script.step()
-            scheduler.step()
-            with pytest.warns(ResumableWarning, match=SCHEDULER) if step == 1 else nullcontext():
-                state.save()
+    assert found == [optimizer]
 
 
 @pytest.mark.parametrize(("more", "is_warned"), [({"every": 2}, True), ({"max_time": 60}, True), ({}, False)])
