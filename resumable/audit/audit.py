@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import tempfile
 from collections.abc import Callable, Sequence
@@ -11,8 +12,8 @@ from typing import Any
 
 from ..errors import UsageError
 from ..trace.trace_file import At
-from . import causes, diagnosis, losses, naming, proof, trials
-from .diagnosis import Finding, Lost, Unlike
+from . import causes, diagnosis, losses, naming, trials
+from .diagnosis import Finding, Lost
 from .interpreters import Interpreters
 from .trials import Attempt, Start, Trial, Trials
 
@@ -80,7 +81,7 @@ def audit(
     verdict = Verdict(command)
     with (
         tempfile.TemporaryDirectory(prefix="resumable-audit-") as folder,
-        Interpreters(command, Path(folder), told) as forks,
+        contextlib.closing(Interpreters(command, Path(folder), told)) as forks,
     ):
         made = Trials(
             command,
@@ -123,57 +124,19 @@ def _examine(made: Trials, verdict: Verdict, at: Sequence[int]) -> None:
     if fresh := _started_fresh(stopped, verdict.stops):
         verdict.findings.append(fresh)
         return
-    unsteady = losses.unsteady_names([straight, *again])
     unlike = diagnosis.after_resume(straight, stopped, verdict.stops, ignored)
-    lost = losses.lost(straight, stopped, verdict.stops, unsteady)
-    # Where the training has become another one, all of it differs.
-    verdict.lost = [one for one in lost if unlike is None or one.at.step <= unlike.one.at.step]
+    unsteady = losses.unsteady_names([straight, *again])
+    verdict.lost = losses.lost(straight, stopped, verdict.stops, unsteady, unlike)
     failed = _failed(stopped) or _fell_short(straight, stopped)
-    certain, culprits = losses.unstorable(straight, verdict.stops), list[Lost]()
-    if (unlike and not diagnosis.settings_unlike(unlike)) or (failed and failed.kind == diagnosis.DATA):
-        reached = _stops_before(unlike, straight, stopped, verdict.stops)
-        culprits, rest = proof.culprits(made, straight, reached, ignored, unsteady)
-        # No value can be put back to prove it, but these are lost for sure.
-        culprits = culprits or certain
-        verdict.notes += _of_bystanders(culprits, rest)
-    verdict.lost = _weighed([*certain, *verdict.lost], culprits)
     if unlike:
-        parted = diagnosis.of_resume(straight, stopped, unlike, culprits)
-        verdict.findings.append(_of_chance(made, straight, parted) or parted)
-    elif failed and culprits:
-        names, fix = [one.name for one in culprits], "; ".join(one.fix for one in culprits)
-        verdict.findings.append(failed._replace(names=names, fix=fix))
+        alone = diagnosis.of_resume(straight, stopped, unlike, [])
+        if alone.kind == diagnosis.NUMBERS and alone.names:
+            verdict.findings.append(alone)
+            return
+        parted = diagnosis.of_resume(straight, stopped, unlike, verdict.lost)
+        verdict.findings.append(_of_chance(made, straight, alone) or parted)
     elif failed:
         verdict.findings.append(failed)
-
-
-def _stops_before(unlike: Unlike | None, straight: Trial, stopped: Trial, stops: Sequence[At]) -> list[At]:
-    """Return the stops after which a training was resumed, up to the first difference."""
-    order = [*straight.boundaries()]
-    resumed = [*stops[: max(1, len(stopped.attempts) - 1)]]
-    if unlike is None or unlike.one.at not in order:
-        return resumed
-    return [at for at in resumed if order.index(at) <= order.index(unlike.one.at)] or resumed[:1]
-
-
-def _weighed(lost: Sequence[Lost], culprits: Sequence[Lost]) -> list[Lost]:
-    """Return what is lost with its weight: "state" if the training differs without it."""
-    found = {one.name: one._replace(weight="state") for one in culprits}
-    for one in lost:
-        found.setdefault(one.name, one)
-    return [*found.values()]
-
-
-def _of_bystanders(culprits: Sequence[Lost], rest: Sequence[Lost]) -> list[str]:
-    if culprits or not rest:
-        return []
-    names = naming.joined(
-        [one.name for one in rest[:_MORE]] + ([f"{len(rest) - _MORE} more"] if rest[_MORE:] else [])
-    )
-    verb, values = ("differs", "its value") if len(rest) == 1 else ("differ", "their values")
-    return [
-        f"{names} {verb} after a resume too, but with {values} put back the training is still another one"
-    ]
 
 
 def _of_other(made: Trials, straight: Trial, other: Trial) -> Finding | None:
@@ -188,7 +151,7 @@ def _of_other(made: Trials, straight: Trial, other: Trial) -> Finding | None:
 
 def _of_chance(made: Trials, straight: Trial, found: Finding) -> Finding | None:
     """Return why the script is not repeatable, if the first runs were equal only by chance."""
-    if found.kind != diagnosis.NUMBERS or found.names:
+    if found.kind != diagnosis.NUMBERS:
         return None
     made.start_apart()
     for _ in range(_MORE):
@@ -198,7 +161,7 @@ def _of_chance(made: Trials, straight: Trial, found: Finding) -> Finding | None:
 
 
 _MORE = 2
-"""How many more runs are made before the cause is called unknown; also how many names a note lists."""
+"""How many more runs are made before the cause is called unknown."""
 
 
 def _failed(trial: Trial) -> Finding | None:
@@ -283,15 +246,6 @@ def _fell_short(straight: Trial, stopped: Trial) -> Finding | None:
     if not missing:
         return _broke_off(stopped) if last.has_hung else None
     begun = "after a resume" if len(stopped.attempts) > 1 else "told to leave"
-    if _OTHER_BATCHES in last.error:
-        said = last.error.partition(": ")[2].rstrip(".")
-        return Finding(
-            diagnosis.DATA,
-            "the order of the samples",
-            missing[0],
-            f"{begun} {said}, and the script did not come to {missing[0]}",
-            fix="give what the order depends on as extra=.",
-        )
     return Finding(
         diagnosis.SCRIPT,
         "the script",
@@ -299,9 +253,6 @@ def _fell_short(straight: Trial, stopped: Trial) -> Finding | None:
         f"{begun} the script did not come to {missing[0]}: {_end_of(last)}",
         fix=_fix_of(last),
     )
-
-
-_OTHER_BATCHES = "StateMismatch: the loader does not give the batches that it gave before"
 
 
 def _stops(straight: Trial, at: Sequence[int], notes: list[str]) -> list[At]:

@@ -53,8 +53,6 @@ class Lost(NamedTuple):
     name: str
     kind: str
     """What it is, or why no checkpoint can have it."""
-    weight: str
-    """"state": with its value restored the training was the same again, or no value can be; else "note"."""
     fix: str
     at: At
     before: Json
@@ -139,16 +137,11 @@ def unsteady(trials: Sequence[Trial]) -> set[Leaf]:
     }
 
 
-def after_resume(
-    straight: Trial, stopped: Trial, stops: Sequence[At], ignored: set[Leaf], *, at_boundaries: bool = False
-) -> Unlike | None:
+def after_resume(straight: Trial, stopped: Trial, stops: Sequence[At], ignored: set[Leaf]) -> Unlike | None:
     """Return the first difference between a stopped training and a straight one, or None."""
-    found = []
-    for rank in range(len(straight.ranks)):
-        if rank < len(stopped.ranks):
-            unlike = _of_rank(straight, stopped, stops, ignored, rank)
-            found += [one for one in unlike if one.other.why == "boundary" or not at_boundaries][:1]
-    return min(found, key=lambda unlike: unlike.place, default=None)
+    ranks = range(min(len(straight.ranks), len(stopped.ranks)))
+    found = [next(_of_rank(straight, stopped, stops, ignored, rank), None) for rank in ranks]
+    return min(filter(None, found), key=lambda unlike: unlike.place, default=None)
 
 
 def _of_rank(

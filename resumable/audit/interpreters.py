@@ -10,9 +10,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 
 from . import trials
 
@@ -34,12 +33,8 @@ class Interpreters:
         self._open: list[_Interpreter] = []
         self._starts = 0
 
-    def __enter__(self) -> Interpreters:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, raised: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """End them."""
         for one in self._open:
             one.close()
 
@@ -113,40 +108,17 @@ class _Interpreter:
         None: the interpreter has been killed before the script began.
         """
         order = {"command": [*command], "environment": dict(environment), "log": str(log)}
-        plan = environment.get("RESUMABLE_AUDIT")
-        child, code = 0, ""
+        child = code = ""
         try:
             with contextlib.suppress(ConnectionError):
-                # A signal that came before the number would leave nobody who can be asked to end.
-                with _signals_put_off():
-                    self._socket.sendall(json.dumps(order).encode() + b"\n")
-                    child = int(self._said.readline() or 0)
-                code = self._said.readline()
-        except BaseException:
-            self._end(child, plan)
-            raise
-        return int(code) if code else self._killed(child, plan)
-
-    def _killed(self, child: int, plan: str | None) -> int | None:
-        """Use it no more; a script that had begun counts as killed too, since its exit code is lost."""
-        self._is_ready = False
-        trials.kill_all_with(self._plan, *([plan] if plan else []))
-        return -signal.SIGKILL if child else None
-
-    def _end(self, child: int, plan: str | None) -> None:
-        trials.say_interrupted()
-        try:
-            if child:
-                with contextlib.suppress(ProcessLookupError, TimeoutError):
-                    os.kill(child, signal.SIGTERM)
-                    self._socket.settimeout(trials.PATIENCE)
-                    self._said.readline()
+                self._socket.sendall(json.dumps(order).encode() + b"\n")
+                child, code = self._said.readline(), self._said.readline()
         finally:
-            if child:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(child, signal.SIGKILL)
-            # Also a fork whose number was not yet told.
-            trials.kill_all_with(self._plan, *([plan] if plan else []))
+            if not code:
+                self._is_ready = False
+                trials.kill_all_with(self._plan, *filter(None, [environment.get("RESUMABLE_AUDIT")]))
+        # The exit code of a script that had begun is lost: it counts as killed too.
+        return int(code) if code else -signal.SIGKILL if child else None
 
     def close(self) -> None:
         """End it."""
@@ -154,16 +126,6 @@ class _Interpreter:
         self._process.wait()
         self._said.close()
         self._socket.close()
-
-
-@contextlib.contextmanager
-def _signals_put_off() -> Iterator[None]:
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    try:
-        signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 _OF_A_START = ("AUDIT", "RUN_DIR", "RESUME", "REMOTE", "TRACE")

@@ -7,7 +7,6 @@ import json
 import os
 import signal
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import IO, Any
 
 import torch
@@ -25,8 +24,7 @@ from ..session.observer import AUDIT, sentence
 from ..trace import digest
 from ..trace.trace_file import At, Record, path_of
 from ..trace.tracer import EVERY, Trace, here, is_place, plain, tensors_of
-from . import fixes, operations, survey, values
-from .losses import LOOP
+from . import fixes, operations, survey
 
 _LOADER = ("batch", "is_over", "generators")
 """The entries of a loader's position that are equal in a training that was never stopped."""
@@ -83,12 +81,7 @@ class Audit(Trace):
         self._stop: list[Json] | None = plan.get("stop")
         self._most: int = plan["steps"]
         self._count, self._ends, self._is_between_epochs = 0, 0, True
-        self._unseen, self._rank = "", rank
-        self._keep: dict[str, Any] | None = plan.get("keep")
-        """The values to write at a boundary, and again when the next body begins."""
-        self._put: dict[str, Any] | None = plan.get("put")
-        """The values to restore after a resume."""
-        self._keeps_first = False
+        self._unseen = ""
         self._operations = operations.watch() if plan.get("inspects") else None
         if plan.get("deterministic"):
             determinism.make_deterministic()
@@ -109,43 +102,15 @@ class Audit(Trace):
         """Record where the training begins, and where its first body begins."""
         super().begin(is_resumed=is_resumed)
         self._position.handed.call_at_body(self._body_begins)
-        if is_resumed:
-            self._put_back("boundary")
-            self._position.handed.call_at_loop(self._loop_begins)
-
-    def _loop_begins(self) -> None:
-        self._write(LOOP, is_full=True)
-        self._put_back("boundary")
 
     def _body_begins(self) -> None:
         handed = self._position.handed.peek()
         self._write("first", is_full=True)
         self._position.handed.repeat(handed)
-        if self._put:
-            self._put_back("first")
-            self._put = None
-        if self._keeps_first and self._keep:
-            self._keep_values("first")
-            self._keep = None
-
-    def _put_back(self, when: str) -> None:
-        # The script may assign it again between load and the loop, or between the epoch and its batches.
-        if self._put:
-            folder = path_of(Path(self._put["folder"]) / when, self._rank)
-            values.put_back(survey.Survey(self._parts), self._put["names"], folder)
-
-    def _keep_values(self, when: str) -> None:
-        if self._keep:
-            folder = path_of(Path(self._keep["folder"]) / when, self._rank)
-            values.write(survey.Survey(self._parts), self._keep["names"], folder)
 
     def boundary(self) -> Due | None:
         """Record the boundary, and leave where the plan says so."""
         at = self._write_boundary(is_full=True)
-        if self._keep and [*at] == self._keep["at"]:
-            self._keep_values("boundary")
-            self._keeps_first = True
-            self._position.handed.call_at_body(self._body_begins)
         if at.kind == "epoch":
             # Changes of an epoch's first lines are recorded before its first batch.
             self._position.handed.call_at_body(self._body_begins)

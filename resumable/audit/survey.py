@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,7 +31,7 @@ _DATA = {*_CONTAINERS, "array", "tensor", "buffer"}
 _WHOLE = {"generator", "count"}
 _NO_STATE = ("__", "training")
 """How the names of attributes begin that are no state: loops and parts set the mode of a model."""
-WITH_ATTRIBUTES = {"object", "library", "network", "class", "function"}
+_WITH_ATTRIBUTES = {"object", "library", "network", "class", "function"}
 """The kinds of objects with attributes that have values of their own."""
 
 
@@ -42,19 +43,18 @@ class Seen(NamedTuple):
     value: Json
     """The value itself, if it is plain and short."""
     fix: str
-    is_dead: bool = False
-    """Whether it is a variable that no checkpoint needs: a resume assigns it before it is read."""
 
 
-class Item(NamedTuple):
-    """Where it is: a variable, an attribute of an object, or the objects that belong together."""
+@dataclass(slots=True)
+class _Item:
+    """A variable, an attribute of an object, or objects that belong together."""
 
     value: Any
-    owner: Node | None
-    step: Step
-    """How its owner leads to it; the root's own step if it is a variable."""
-    nodes: list[Node]
-    """The objects in it that are part of its digest."""
+    root: Step | None
+    """That of a variable."""
+    pieces: list[str]
+    """What its digest is of."""
+    tensors: int = 0
 
 
 def check(parts: Parts, first: Mapping[str, Seen] | None) -> tuple[Mapping[str, Seen], list[Unregistered]]:
@@ -88,10 +88,10 @@ def take(parts: Parts) -> dict[str, Seen]:
 
     Nothing is changed, and no code of the script is called but the parts' own.
     """
-    return Survey(parts).found
+    return _Survey(parts).found
 
 
-class Survey:
+class _Survey:
     """One examination of the script."""
 
     @no_garbage_collection()
@@ -99,71 +99,65 @@ class Survey:
     def __init__(self, parts: Parts) -> None:
         script = _script_of(parts) or ScriptPart()
         script.bind(parts)
-        self.owned = script.owned()
-        found = script.variables.namespaces(self.owned)
-        self._read = {one.key: one.may_be_read for one in found} if _script_of(parts) else {}
-        # They change whatever they are told: a value that is put back need not be one that a loop assigns.
-        self.namespaces = [one._replace(may_be_bound=frozenset(one.variables)) for one in found]
-        self.look = Look(self.owned, {})
-        self.items: dict[str, Item] = {}
-        self._pieces: dict[str, list[str]] = {}
-        self._prefixes = _prefixes(self.namespaces)
-        for one in self.namespaces:
+        self._owned = owned = script.owned()
+        namespaces = script.variables.namespaces(owned)
+        self._read = {one.key: one.may_be_read for one in namespaces} if _script_of(parts) else {}
+        self._look = Look(owned, {})
+        self._items: dict[str, _Item] = {}
+        self._prefixes = _prefixes(namespaces)
+        for one in namespaces:
             for name, value in one.variables.items():
-                self._add_plain(
-                    f"{self._prefixes[one.key]}{name}", Item(value, None, Step(one.key, name), [])
-                )
-        self.nodes = [*walks.walk(self._roots(), self.look.is_leaf)]
-        for node in self.nodes:
-            if self.owned.name(node.value) is None and self.owned.base(node.value) is None:
+                self._add_plain(f"{self._prefixes[one.key]}{name}", value, Step(one.key, name))
+        # An object with several names keeps the shortest, and of these the first.
+        namespaces.sort(key=lambda one: one.key.startswith(("frame:", "loader:")))
+        for node in walks.walk((root for one in namespaces for root in one.roots()), self._look.is_leaf):
+            if owned.name(node.value) is None and owned.base(node.value) is None:
                 # An object of a library may raise anything; the others remain.
                 with contextlib.suppress(Exception):
                     self._add(node)
-        self.found = {name: self._seen(name, item) for name, item in self.items.items()}
-
-    def _roots(self) -> Iterator[tuple[Step, Any]]:
-        # An object with several names keeps the shortest, and of these the first.
-        for one in sorted(self.namespaces, key=lambda one: one.key.startswith(("frame:", "loader:"))):
-            yield from one.roots()
+        self.found = {
+            name: self._seen(name, item) for name, item in self._items.items() if not self._is_dead(item.root)
+        }
 
     def _add(self, node: Node) -> None:
         if node.kind in _DATA:
             home = _home(node)
-            self._add_piece(home, node, _digest_of(self.look, node))
+            self._add_piece(home, node, _digest_of(self._look, node))
         elif node.kind in _WHOLE:
             told = contents.state_of(node.value) if node.kind == "generator" else repr(node.value)
             self._add_piece(node, node, digest.of(told))
-        elif libraries.has_state(node.value, node.kind) and self.owned.covered(node.value) is None:
+        elif libraries.has_state(node.value, node.kind) and self._owned.covered(node.value) is None:
             self._add_piece(node, node, repr(libraries.state_content(node.value).whole))
-        elif node.kind in WITH_ATTRIBUTES and not (node.kind == "library" and self.look.is_leaf(node)):
-            covered = self.owned.covered(node.value) or ()
+        elif node.kind in _WITH_ATTRIBUTES and not (node.kind == "library" and self._look.is_leaf(node)):
+            covered = self._owned.covered(node.value) or ()
             for step, value in kinds.everything(node.value, node.kind):
                 if step.name not in covered and not str(step.name).startswith(_NO_STATE):
-                    self._add_plain(f"{self._name(node)}{step}", Item(value, node, step, []))
+                    self._add_plain(f"{self._name(node)}{step}", value)
 
     def _add_piece(self, home: Node, node: Node, told: str) -> None:
         name = self._name(home)
-        item = self.items.setdefault(name, Item(home.value, home.owner, home.step, []))
+        root = home.step if home.owner is None else None
+        item = self._items.setdefault(name, _Item(home.value, root, []))
         if item.value is home.value:
-            item.nodes.append(node)
-            self._pieces.setdefault(name, []).append(f"{str(node)[len(str(home)) :]} {told}")
+            item.tensors += node.kind == "tensor"
+            item.pieces.append(f"{str(node)[len(str(home)) :]} {told}")
 
-    def _add_plain(self, name: str, item: Item) -> None:
-        if name not in self.items and (kinds.is_atom(item.value) or kinds.kind_of(item.value) == "enum"):
-            self._pieces[name] = [digest.of(_plain(item.value))]
-            self.items[name] = item
+    def _add_plain(self, name: str, value: Any, root: Step | None = None) -> None:
+        if kinds.is_atom(value) or kinds.kind_of(value) == "enum":
+            self._items.setdefault(name, _Item(value, root, [digest.of(_plain(value))]))
 
     def _name(self, node: Node) -> str:
         return f"{self._prefixes[node.path[0].how]}{node}"
 
-    def _seen(self, name: str, item: Item) -> Seen:
-        tensors = sum(one.kind == "tensor" for one in item.nodes)
-        kind = _kind_of(item.value, tensors)
-        code = name.removeprefix(self._prefixes.get(item.step.how, ""))
-        told = _told(item.value) if not item.nodes else None
-        read = self._read.get(item.step.how)
-        is_dead = item.owner is None and read is not None and item.step.name not in read
-        return Seen(kind, digest.of(self._pieces[name]), told, fixes.of_value(code, item.value), is_dead)
+    def _is_dead(self, root: Step | None) -> bool:
+        """Whether it is a variable that no checkpoint needs: a resume assigns it before it is read."""
+        read = self._read.get(root.how) if root is not None else None
+        return root is not None and read is not None and root.name not in read
+
+    def _seen(self, name: str, item: _Item) -> Seen:
+        code = name if item.root is None else name.removeprefix(self._prefixes[item.root.how])
+        kind, fix = _kind_of(item.value, item.tensors), fixes.of_value(code, item.value)
+        return Seen(kind, digest.of(item.pieces), _told(item.value), fix)
 
 
 def _script_of(parts: Parts) -> ScriptPart | None:
@@ -212,21 +206,17 @@ def _digest_of(look: Look, node: Node) -> str:
         return _digest_of_items([one for pair in kinds.entries_of(value) for one in pair])
     if node.kind == "set":
         # Their order is another in every process.
-        told = (repr(contents.mark(_told_in(one))) for one in kinds.held_in(value))
+        told = (repr(contents.mark(_plain(one))) for one in kinds.held_in(value))
         return digest.of(sorted(told))
     return _digest_of_items(kinds.held_in(value))
 
 
 def _digest_of_items(held: list[Any]) -> str:
-    return contents.digest([*map(_told_in, held)]).hex()
-
-
-def _told_in(value: Any) -> Any:
-    """Return an atom as it is, and the class of any other object, which is told by itself."""
-    return value if kinds.is_atom(value) else _plain(value)
+    return contents.digest([*map(_plain, held)]).hex()
 
 
 def _plain(value: Any) -> Any:
+    """Return an atom as it is, and the class of any other object, which is told by itself."""
     if kinds.is_atom(value):
         return value
     member = f".{value._name_}" if kinds.kind_of(value) == "enum" else ""

@@ -122,11 +122,10 @@ class Trials:
         name: str,
         environment: Mapping[str, str] | None = None,
         plan: Mapping[str, Json] | None = None,
-        until: At | None = None,
     ) -> Trial:
-        """Run a training without a stop, up to a boundary if one is given."""
+        """Run a training without a stop."""
         trial = self._new(name)
-        self._attempt(trial, name, {"stop": until and [*until], **(plan or {})}, environment or {})
+        self._attempt(trial, name, {"stop": None, **(plan or {})}, environment or {})
         return trial
 
     def stopped(self, name: str, stops: Sequence[At], last: At) -> Trial:
@@ -138,15 +137,6 @@ class Trials:
             self._attempt(trial, said, {"stop": [*at]}, {})
             if at not in trial.boundaries():
                 break
-        return trial
-
-    def resumed(self, name: str, base: Trial, until: At, plan: Mapping[str, Json] | None = None) -> Trial:
-        """Run a training that resumes where another one was stopped; that one is left as it is."""
-        trial = self._new(name)
-        # A script that came to no save has none.
-        if (base.folder / "run").exists():
-            shutil.copytree(base.folder / "run", trial.folder / "run")
-        self._attempt(trial, name, {"stop": [*until], **(plan or {})}, {})
         return trial
 
     def _new(self, name: str) -> Trial:
@@ -205,10 +195,6 @@ def _orders(trial: Trial, plan: Mapping[str, Json]) -> dict[str, str]:
         "RESUMABLE_REMOTE": "",
         "RESUMABLE_TRACE": "",
     }
-
-
-STILLED_BY = ("clock", "python", "numpy", "torch", "system", "benchmark")
-"""What can be held still, so that it is equal in every process."""
 
 
 def stilled(*what: str) -> dict[str, str]:
@@ -302,19 +288,14 @@ def start(command: Sequence[str], environment: Mapping[str, str], log: Path) -> 
             raise
 
 
-def say_interrupted() -> None:
-    """Say what happens to the training that is running."""
-    told = f"interrupted: the training is asked to end, and killed after {PATIENCE:.0f} s"
-    print(f"\n{told}", file=sys.stderr, flush=True)
-
-
 def _end(child: subprocess.Popen[bytes], plan: str | None) -> None:
-    say_interrupted()
+    told = f"interrupted: the training is asked to end, and killed after {_PATIENCE:.0f} s"
+    print(f"\n{told}", file=sys.stderr, flush=True)
     try:
         child.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             # torchrun ends the processes that it has started.
-            child.wait(PATIENCE)
+            child.wait(_PATIENCE)
     finally:
         # Also after a second Ctrl-C.
         with contextlib.suppress(ProcessLookupError):
@@ -341,6 +322,6 @@ _READ = 1 << 20
 _RANK = re.compile(r"^\[rank\d+\]: ?")
 _FRAME = re.compile(r'\s+File ".*", line \d+(, in .*)?')
 _HUNG = re.compile(r"Timeout \([\d:.]+\)!")
-PATIENCE = 10.0
+_PATIENCE = 10.0
 """The seconds that a training may take to end when it is interrupted."""
 _LIMIT = 120.0

@@ -118,7 +118,7 @@ def _below(finding: Finding, lost: Sequence[Lost]) -> Iterator[str]:
 def with_values(name: str, lost: Sequence[Lost]) -> str:
     """Return a name, with its two values if they are short.
 
-    >>> one = Lost("rate", "number", "state", "", At("batch", 0, 3, 3), 0.1, 0.07)
+    >>> one = Lost("rate", "number", "", At("batch", 0, 3, 3), 0.1, 0.07)
     >>> with_values("rate (number)", [one])
     'rate (number): 0.1 without the stop, 0.07 after it'
     """
@@ -137,7 +137,7 @@ def notes_of(verdict: Verdict) -> list[str]:
     told = {bare(name) for finding in verdict.findings for name in finding.names}
     # Of an object that no checkpoint can have, what is in it may be told already.
     known = [one for name in told for one in (name, name.rpartition(".")[0])]
-    idle = [one for one in verdict.lost if one.weight != "state" and one.name not in known]
+    idle = [one for one in verdict.lost if one.name not in known]
     if not idle:
         return [*verdict.notes]
     places = [f"{one.name} ({one.kind})" for one in idle]

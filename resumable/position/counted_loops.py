@@ -101,7 +101,6 @@ class CountedLoops(TrainingCounters):
         """Return the number of an outermost loop that begins; None for one in the body of another."""
         done = {"epochs": self.epoch, "steps": self.step}
         self._left_for, self._has_left_body = None, False
-        self.handed.loop_begins()
         return None if self._body is not None else self.streams.begin_loop(kind, total, done)
 
     def _keep_on(self, frame: FrameType | None) -> None:
@@ -220,7 +219,6 @@ class CountedLoops(TrainingCounters):
         if (self._body is not Boundary.EPOCH or loader.is_endless) and loader.is_through():
             self._begin_pass(loader)
         if self._body is None:
-            self.handed.loop_begins()
             has_begun = any(at.is_over or at.is_under_way() for at in self._known.all)
             self.streams.begin_batches_by_hand(is_first=not has_begun)
         return Batches(loader, hooks, way, self._is_kept)

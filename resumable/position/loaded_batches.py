@@ -115,8 +115,6 @@ class BatchDigests:
         """Makes the digest of a batch, if there is an observer."""
         self.first_body: Hook | None = None
         """Called when the next body begins."""
-        self.first_loop: Hook | None = None
-        """Called when the next loop begins."""
         self._digests: list[Any] = []
 
     def watch(self, digest: Callable[[Any], Any] | None) -> None:
@@ -143,16 +141,6 @@ class BatchDigests:
     def call_at_body(self, hook: Hook) -> None:
         """Call a hook when the next body begins."""
         self.first_body = hook
-
-    def call_at_loop(self, hook: Hook) -> None:
-        """Call a hook when the next loop begins."""
-        self.first_loop = hook
-
-    def loop_begins(self) -> None:
-        """Call the hook that waits for a loop, if there is one."""
-        if self.first_loop is not None:
-            hook, self.first_loop = self.first_loop, None
-            hook()
 
     def body_begins(self) -> None:
         """Call the hook that waits for a body, if there is one."""

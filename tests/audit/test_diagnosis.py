@@ -127,9 +127,9 @@ def test_an_evaluation_as_the_first_batch_after_a_resume_is_no_alarm() -> None:
 
 def finding(after: Trial, before: Trial | None = None) -> diagnosis.Finding:
     one = before or straight()
-    gone = losses.lost(one, after, [STOP], set())
     unlike = diagnosis.after_resume(one, after, [STOP], set())
     assert unlike
+    gone = losses.lost(one, after, [STOP], set(), unlike)
     return diagnosis.of_resume(one, after, unlike, gone)
 
 

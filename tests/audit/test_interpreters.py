@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -40,8 +41,8 @@ def said(start: trials.Start, command: Sequence[str], log: Path, **more: str) ->
     return code, re.sub(r"0x[0-9a-f]+|started \d+", "", log.read_text())
 
 
-def opened(command: Sequence[str], folder: Path, told: list[str] | None = None) -> Interpreters:
-    return Interpreters([*map(str, command)], folder, (told if told is not None else []).append)
+def opened(command: Sequence[str], folder: Path, told: list[str] | None = None) -> closing[Interpreters]:
+    return closing(Interpreters([*map(str, command)], folder, (told if told is not None else []).append))
 
 
 @pytest.fixture
@@ -157,7 +158,7 @@ def test_a_fork_trains_the_bits_of_a_process_of_its_own(here: Path) -> None:
     ("script", "kind", "forks"),
     [
         ("correct/classifier.py", None, 9),
-        ("broken/log_beside_its_file.py", "state", 15),
+        ("broken/log_beside_its_file.py", "state", 9),
         ("broken/torch_unseeded.py", "repeat", 2),
     ],
 )

@@ -48,7 +48,8 @@ def test_what_is_stilled_is_the_same_in_every_process(name: str) -> None:
 
 @pytest.mark.parametrize("name", DRAWS)
 def test_what_is_not_stilled_is_another_in_every_process(name: str) -> None:
-    others = [word for word in trials.STILLED_BY if word not in words(name)]
+    every = ("clock", "python", "numpy", "torch", "system", "benchmark")
+    others = [word for word in every if word not in words(name)]
 
     assert said(DRAWS[name], *others) != said(DRAWS[name], *others)
 

@@ -1,14 +1,12 @@
-"""What is in no part: found, named with its fix, and put back as an audit does it."""
+"""What is in no part: found, and named with its fix."""
 
 from __future__ import annotations
 
-import dataclasses
-import enum
 import inspect
 import random
 import runpy
 import weakref
-from collections import deque, namedtuple
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,8 +18,6 @@ from places import DATA
 from torch import nn
 
 from resumable import ResumableWarning, RunState, Unregistered
-from resumable.audit import values
-from resumable.audit.survey import Survey
 
 pytestmark = pytest.mark.usefixtures("as_in_a_script")
 
@@ -213,73 +209,6 @@ def test_a_look_keeps_nothing_alive(run_dir: Path) -> None:
 
     with RunState.load(run_dir, variables=False) as state:
         assert not any(is_alive_after_a_look(state) for _ in state.steps(2))
-
-
-class Phase(enum.Enum):
-    COLD = 0
-    WARM = 1
-
-
-Row = namedtuple("Row", "key total")
-
-
-@dataclasses.dataclass
-class Trainer:
-    level: int = 1
-    plan: tuple[Any, ...] = (1, [2.0])
-    rows: Any = dataclasses.field(default_factory=lambda: deque([Row("a", 1)], maxlen=9))
-    seen: set[str] = dataclasses.field(default_factory=lambda: {"a", "b"})
-    history: list[Any] = dataclasses.field(default_factory=lambda: [0, {"loss": 1.0}])
-    phase: Phase = Phase.COLD
-    averages: dict[str, torch.Tensor] = dataclasses.field(default_factory=lambda: {"w": torch.zeros(2)})
-    noise: torch.Generator = dataclasses.field(default_factory=torch.Generator)
-    dice: random.Random = dataclasses.field(default_factory=lambda: random.Random(3))
-    best: Any = None
-    teacher: nn.Module = dataclasses.field(default_factory=lambda: nn.Linear(2, 1))
-
-    def train(self) -> None:
-        self.level += 1
-        self.plan = (self.level, [3.0, None])
-        self.rows.append(Row("b", 2))
-        self.seen ^= {"b", "c"}
-        self.history += [self.level, {"loss": 0.5}]
-        self.phase = Phase.WARM
-        self.averages["w"] += torch.rand(2, generator=self.noise)
-        self.dice.random()
-        self.best = np.arange(3)
-        with torch.no_grad():
-            self.teacher.weight += 1  # type: ignore[operator]
-
-    def facts(self) -> list[Any]:
-        tensors = [*self.averages.values(), self.teacher.weight.detach(), self.noise.get_state()]
-        told = (self.level, self.plan, [*self.rows], sorted(self.seen), self.history, self.phase, self.best)
-        return [repr(told), repr([*map(torch.Tensor.tolist, tensors)]), self.dice.getstate()]
-
-
-def survey(state: RunState) -> Survey:
-    return Survey(state._training.parts)
-
-
-def test_what_changed_is_put_back_into_objects_as_they_begin(run_dir: Path, tmp_path: Path) -> None:
-    trainer, rate = Trainer(), 0.1
-    with RunState.load(run_dir, variables=False) as state:
-        before = survey(state).found
-        trainer.train()
-        rate /= 2
-        then, whole = trainer.facts(), survey(state)
-        changed = [name for name, one in whole.found.items() if before.get(name) != one]
-        values.write(whole, changed, tmp_path / "values")
-        trainer, rate = Trainer(), 0.1
-
-        values.put_back(survey(state), changed, tmp_path / "values")
-
-        assert [name.rpartition("begin.")[2] for name in sorted(changed) if "trainer" in name] == [
-            *("trainer.averages", "trainer.best", "trainer.dice", "trainer.history", "trainer.level"),
-            *("trainer.noise", "trainer.phase", "trainer.plan", "trainer.rows", "trainer.seen"),
-            "trainer.teacher",
-        ]
-        assert trainer.facts() == then
-        assert rate == 0.05
 
 
 def test_a_save_does_not_warn_of_what_a_check_has_returned(run_dir: Path) -> None:

@@ -19,10 +19,10 @@ from resumable.cli.app import main
 from resumable.trace.trace_file import At
 
 MIDDLE, END = At("batch", 0, 4, 4), At("epoch", 1, 0, 6)
-EMA = Lost("ema.shadow", "4 tensors", "state", "keep it", MIDDLE, None, None)
+EMA = Lost("ema.shadow", "4 tensors", "keep it", MIDDLE, None, None)
 
 
-SEEN = Lost("seen", "number", "note", "keep it", MIDDLE, 12, 0)
+SEEN = Lost("seen", "number", "keep it", MIDDLE, 12, 0)
 FINDING = Finding(
     "state",
     "optimizer exp_avg of 0.weight",
@@ -121,7 +121,7 @@ def test_a_failed_script_is_shown_with_its_error_and_last_lines(
 def test_what_is_lost_is_reported_with_both_values(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    rate = SEEN._replace(name="rate", weight="state", before=0.1, after=0.07)
+    rate = SEEN._replace(name="rate", before=0.1, after=0.07)
     other = SEEN._replace(name="shown")
     finding = FINDING._replace(names=["rate (number)"])
 
