@@ -173,22 +173,6 @@ def is_own(module: str) -> bool:
     return _is_own(module, getattr(sys.modules.get(module), "__file__", None))
 
 
-def is_own_definition(value: type | FunctionType) -> bool:
-    """Whether a class or a function is the user's."""
-    # A metaclass may have code of its own behind `__module__`.
-    return is_own(str(vars(value).get("__module__") if isinstance(value, type) else value.__module__))
-
-
-def is_own_code(code: CodeType, variables: Mapping[str, Any]) -> bool:
-    """Whether code that runs with these global variables is the user's."""
-    name = str(variables.get("__name__", "__main__"))
-    module = sys.modules.get(name)
-    # The code of an installed file may run under a name that no module has.
-    return _is_own(name, getattr(module, "__file__", None)) and (
-        module is not None or not _is_installed(code.co_filename)
-    )
-
-
 @cache
 def _is_installed(file: str) -> bool:
     return not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
