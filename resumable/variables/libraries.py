@@ -117,10 +117,15 @@ def takes(of: type, name: str, before: type | None, value: Any) -> bool:
     if not is_data(value):
         return False
     if before is None:
-        # No method, no property, nothing that Python looks for.
-        return name.isidentifier() and name[:2] != "__" and not any(name in vars(one) for one in of.__mro__)
+        # No method, no property, nothing that Python looks for; but what a class has for want of a value.
+        defaults = (vars(one).get(name) for one in of.__mro__)
+        return name.isidentifier() and name[:2] != "__" and all(map(is_data, defaults))
     now = type(value)
-    return before is now or type(None) in (before, now) or (_is_number(before) and _is_number(now))
+    # What is computed from an array without dimensions is a number.
+    is_scalar = before is np.ndarray and issubclass(now, np.number)
+    return (
+        before is now or type(None) in (before, now) or (_is_number(before) and _is_number(now)) or is_scalar
+    )
 
 
 def _is_number(of: type) -> bool:
