@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -32,7 +34,9 @@ from ..run.checkpoint import Checkpoint
 from ..run.manifest import NO_CHECKPOINT, Best
 from ..run.resume_choice import Which
 from ..saving.saver import Saving
+from ..terminal import is_notebook
 from ..training import Training
+from ..views import variables
 
 
 class Fit(NamedTuple):
@@ -267,7 +271,7 @@ class Resuming:
     def _before(self, number: int) -> int | None:
         return self._crew.ranks.first("the checkpoint before", lambda: spikes.before(self._run, number))
 
-    def line(self, what: str, chosen: Checkpoint, started: float, way: str) -> str:
+    def line(self, what: str, chosen: Checkpoint, started: float, way: str, more: str = "") -> str:
         """Return the line that says where the training continues."""
         facts, best = self.place(), self._saving.best
         if best:
@@ -275,7 +279,16 @@ class Resuming:
         where = f"{self._run} {way}" + ("" if self._run.holds(chosen) else f" {chosen.path},")
         seconds = time.perf_counter() - started
         took = f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1000:.0f} ms"
-        return f"{what} {where} checkpoint {chosen.about.number}: {', '.join(facts)} ({took})"
+        return f"{what} {where} checkpoint {chosen.about.number}: {', '.join(facts)}{more} ({took})"
+
+    def variables(self, fit: Fit) -> str:
+        """Return what to add to the line about the variables of the script."""
+        look = fit.plan.reading.trees["rank"].json.get(variables.PART)
+        if look is None or variables.PART not in [part.name for part in fit.plan.chosen]:
+            return ""
+        file = getattr(sys.modules.get("__main__"), "__file__", None)
+        script = os.path.basename(file) if file and not is_notebook() else "the notebook"
+        return variables.told(look, script)
 
     def told(self, fit: Fit) -> str:
         """Return what to add to the line about names that differ."""

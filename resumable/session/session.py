@@ -155,7 +155,7 @@ class Session:
         self.saving.preparation.warn(found[0].about.size)
         self.saving.prepare()
         self._begin_trace()
-        line = self.resuming.line("resumed", found[0], started, "from")
+        line = self.resuming.line("resumed", found[0], started, "from", self.resuming.variables(fit))
         about = found[1].about
         shares = about.data_size, position.processes
         resized = changes.resized(about.world_size, ranks.size, *shares)

@@ -16,4 +16,5 @@ __all__ = [
     "runs",
     "tables",
     "trees",
+    "variables",
 ]

@@ -14,6 +14,7 @@ from ..files.strict_json import Json
 from ..progress import Told
 from ..run import changes
 from ..run.checkpoint import RANKS, Checkpoint
+from . import variables
 from .contents import Contents, Key, Span, Tensor, scan, whole
 from .magnitudes import Distance, distance_of
 
@@ -35,7 +36,7 @@ def compare(before: Contents, after: Contents, told: Told | None = None) -> Row:
     """
     shared = _unchanged_files(before, after)
     then, now = ({tensor.key: tensor for tensor in one.tensors} for one in (before, after))
-    both = {key: (then.get(key), now.get(key)) for key in [*then, *(now.keys() - then.keys())]}
+    both = {key: (then.get(key), now.get(key)) for key in dict.fromkeys([*then, *now])}
     fit = {key: pair[1] for key, pair in both.items() if pair[1] and _how(*pair) == "changed"}
     distances = _distances(before, after, then, fit, shared, told)
     tensors = [
@@ -158,7 +159,11 @@ def _changes(before: Contents, after: Contents) -> Iterator[Row]:
     for name, one, other in _unequal({"processes": then.world_size}, {"processes": now.world_size}):
         yield _change_row("setting", name, one, other, changes.WILL)
     for place, one, other in _unequal(before.leaves(), after.leaves()):
-        yield _change_row("value", f"{_rank(place.stem)}{place.path}", one, other)
+        if place.part == variables.PART:
+            rank = _rank(place.stem) if then.world_size > 1 else ""
+            yield _change_row("variable", rank + place.path.removeprefix(f"{variables.PART}."), one, other)
+        else:
+            yield _change_row("value", f"{_rank(place.stem)}{place.path}", one, other)
     for name, one, other in _unequal(then.environment, now.environment):
         effect = changes.environment_effect(name, one, other, is_on_gpu)
         yield _change_row("environment", name, one, other, effect)

@@ -22,7 +22,7 @@ from ..files.tensor_file import Slot
 from ..progress import Told
 from ..run import manifest
 from ..run.checkpoint import RANKS, Checkpoint
-from . import magnitudes
+from . import magnitudes, variables
 from .magnitudes import Size
 from .trees import Stored, leaves, refuse_depth, stored
 
@@ -128,7 +128,9 @@ class Contents:
                 Place(stem, part, path): value
                 for stem, tree in self.trees.items()
                 for part, values in tree.items()
-                for path, value in leaves(values, part)
+                for path, value in (
+                    variables.leaves(values) if part == variables.PART else leaves(values, part)
+                )
             }
 
 
@@ -204,6 +206,7 @@ def _tensors(
     file: str, slots: Sequence[Slot], tree: Tree, begins: Mapping[str, tuple[int, ...]] | None
 ) -> Iterator[Tensor]:
     named = {one.name: (part, one) for part, value in tree.items() for one in stored(value)}
+    paths = variables.tensor_names(tree[variables.PART]) if variables.PART in tree else {}
     for slot in slots:
         name = slot.name
         if begins is not None and name not in named:
@@ -223,7 +226,7 @@ def _tensors(
                 raise ValueError(f"{slot.name} is no {dtype} of shape {list(shape)}")
         at = (0,) * len(shape) if begins is None else begins[slot.name]
         span = Span(file, slot.begin, slot.end, at, shape if begins is None else slot.shape)
-        yield Tensor(stem_of(file), name, part, dtype, shape, (span,))
+        yield Tensor(stem_of(file), paths.get(name, name), part, dtype, shape, (span,))
 
 
 def scan(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,6 +14,7 @@ from ..files.strict_json import Json
 from ..run.checkpoint import RANKS
 from ..run.manifest import Manifest
 from ..run.policy import bytes_of
+from . import variables
 from .columns import terminal_width
 from .contents import PLACE, RANDOM, Contents, Measured, Tensor, generators
 from .magnitudes import Distance, Size
@@ -29,6 +31,12 @@ _FEW = 8
 _LONGEST = 60
 _LONG_NUMBER = re.compile(r"\d+\.\d{6,}(?:e[+-]?\d+)?")
 _DTYPES = 3
+_LINES = 3
+"""The lines for what differs in one variable."""
+_LARGE = 0.1
+"""The share of a checkpoint from which on a variable's is named."""
+_PIECE = re.compile(r"\.(?![^\[]*\])|(?=\[)")
+"""Where a path goes on: at a dot, or a bracket."""
 
 
 def facts(held: Contents, measured: Measured, why: str | None) -> Row:
@@ -52,6 +60,7 @@ def facts(held: Contents, measured: Measured, why: str | None) -> Row:
         "settings": dict(about.built),
         "groups": [*_group_rows(held)],
         "values": dict(_values(held)),
+        "variables": [*_variables(held, measured)],
         "random": [*generators(held, measured)],
         "environment": dict(about.environment),
     }
@@ -95,8 +104,34 @@ def _values(held: Contents) -> Iterator[tuple[str, Json]]:
     first = held.ranks()[:1]
     for place, value in held.leaves().items():
         is_first = not place.stem.startswith(RANKS) or place.stem in first
-        if is_first and place.stem != "optimizer" and held.kind_of(place.part) not in RANDOM:
+        is_elsewhere = held.kind_of(place.part) in (*RANDOM, variables.PART)
+        if is_first and place.stem != "optimizer" and not is_elsewhere:
             yield place.path, value
+
+
+def _variables(held: Contents, measured: Measured) -> Iterator[Row]:
+    """Yield what the variables of the first rank hold, and on how many others it differs."""
+    tensors = {(tensor.stem, tensor.name): tensor for tensor in held.tensors}
+    looks = {stem: tree[variables.PART] for stem, tree in held.trees.items() if variables.PART in tree}
+    ranks = {stem: [*variables.rows(looks[stem])] for stem in sorted(looks)}
+
+    def content(stem: str, row: variables.Row) -> object:
+        return row.kind, row.value, measured.sizes.get((stem, f"{variables.PART}.{row.path}"))
+
+    found = {stem: {row.path: content(stem, row) for row in some} for stem, some in ranks.items()}
+    for row in next(iter(ranks.values()), ()):
+        mine = next(iter(found.values()))[row.path]
+        tensor = tensors.get((next(iter(ranks)), f"{variables.PART}.{row.path}"))
+        yield {
+            "name": row.path,
+            "of": row.root,
+            "kind": f"{row.kind} {_shape(tensor.shape)} {tensor.dtype}" if tensor else row.kind,
+            "value": None if tensor else row.value,
+            "size": tensor.size if tensor else len(json.dumps(row.value)) * (row.value is not None),
+            "is_left_alone": row.is_constant,
+            "norm": plain(measured.sizes[tensor.key].norm) if tensor else None,
+            "differs_on": sum(one.get(row.path) != mine for one in found.values()),
+        }
 
 
 def print_facts(told: Row, depth: int | None, all_of_it: bool) -> None:
@@ -104,6 +139,7 @@ def print_facts(told: Row, depth: int | None, all_of_it: bool) -> None:
     _print_head(told)
     _print_parts(told)
     _print_tensors(told, depth, all_of_it)
+    _print_variables(told, all_of_it)
     _print_settings(told)
     places = [one["name"] for one in told["parts"] if one["kind"] == PLACE]
     rows = [
@@ -155,7 +191,7 @@ def _print_parts(told: Row) -> None:
 
 def _print_tensors(told: Row, depth: int | None, all_of_it: bool) -> None:
     kinds = {one["name"]: one["kind"] for one in told["parts"]}
-    hidden = RANDOM if all_of_it else (*RANDOM, PLACE)
+    hidden = (*RANDOM, variables.PART, *([] if all_of_it else [PLACE]))
     named = [
         (row["part"], row["name"], row) for row in told["tensors"] if kinds.get(row["part"]) not in hidden
     ]
@@ -179,6 +215,42 @@ def _tensor_cells(name: str, rows: Sequence[Row]) -> list[str]:
         _number(norm),
         ", ".join(f"{count:,} {word}" for word, count in odd.items() if count),
     ]
+
+
+def _print_variables(told: Row, all_of_it: bool) -> None:
+    rows = [row for row in told["variables"] if all_of_it or row["kind"] != variables.KEYS]
+    alone = [] if all_of_it else [row for row in rows if row["is_left_alone"]]
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        if row not in alone:
+            groups.setdefault(row["name"] if all_of_it else row["of"], []).append(row)
+    cells = [_variable_cells(group, told["size"]) for group in groups.values()]
+    if alone:
+        size = bytes_of(sum(row["size"] for row in alone))
+        names = ", ".join(dict.fromkeys(row["of"] for row in alone))
+        cells.append(["", "left alone", size, _cut(names), ""])
+    _print_section("variables", [["name", "kind", "size", "value", ""], *cells], (0, 1, 3, 4), all_of_it)
+
+
+def _variable_cells(rows: Sequence[Row], whole: int) -> list[str]:
+    if len(rows) == 2 and " of " not in rows[0]["kind"]:
+        # One attribute or item has changed.
+        rows = rows[1:]
+    size = sum(row["size"] for row in rows)
+    share = f" ({100 * size / whole:.0f} %)" if size > _LARGE * whole else ""
+    several = max(row["differs_on"] for row in rows)
+    plain = [(row, str(row["name"]).removeprefix(row["of"])) for row in rows[1:] if row["value"] is not None]
+    inside = [
+        f"{step.strip('.')}={_shown(row['value'])}" if not step[1:-1].isdigit() else _shown(row["value"])
+        for row, step in plain[:_FEW]
+        if len(_PIECE.findall(step)) == 1
+    ]
+    value = ", ".join(inside)
+    if len(rows) == 1 and rows[0]["kind"] != "deleted":
+        norm = rows[0]["norm"]
+        value = f"norm {_number(norm)}" if norm is not None else _shown(rows[0]["value"])
+    differs = f"differs on {several} other rank{'s' * (several > 1)}" if several else ""
+    return [rows[0]["name"], rows[0]["kind"], bytes_of(size) + share, _cut(value), differs]
 
 
 def _print_settings(told: Row) -> None:
@@ -253,11 +325,34 @@ def print_differences(found: Row, kinds: Mapping[str, Json], depth: int | None, 
         are_sizes = kinds.get(part) not in RANDOM
         rows = [_pair_cells(name, some, are_sizes) for name, some in gathered.items()]
         head = ["", "", "values that differ", "largest", "relative", ""]
-        _print_section(f"tensors of {part or 'no part'}", [head, *rows], (0, 5), all_of_it)
-    titles = {"part": "parts", "setting": "settings", "value": "values", "environment": "environment"}
-    for kind, title in titles.items():
-        rows = [_change_cells(change) for change in found["changes"] if change["kind"] == kind]
-        _print_section(title, rows, (0, 1, 2, 3), all_of_it)
+        title = "variables" if part == variables.PART else part or "no part"
+        _print_section(f"tensors of {title}", [head, *rows], (0, 5), all_of_it)
+    for kind in ("part", "setting", "variable", "value", "environment"):
+        changes = [change for change in found["changes"] if change["kind"] == kind]
+        cells = (
+            _variable_changes(changes)
+            if kind == "variable" and not all_of_it
+            else map(_change_cells, changes)
+        )
+        title = kind if kind == "environment" else f"{kind}s"
+        _print_section(title, [*cells], (0, 1, 2, 3), all_of_it)
+
+
+def _variable_changes(changes: Sequence[Row]) -> Iterator[list[str]]:
+    """Yield a line for each change in a variable, or one for all of them."""
+    groups: dict[str, list[Row]] = {}
+    for row in changes:
+        if not row["name"].endswith(variables.KEYS):
+            groups.setdefault(_PIECE.split(row["name"])[0], []).append(row)
+    for name, of in groups.items():
+        if len(of) <= _LINES:
+            yield from map(_change_cells, of)
+            continue
+        first = _change_cells(of[0]) if of[0]["name"] == name else [name, "", "", ""]
+        rest = of[1:] if of[0]["name"] == name else of
+        words = {"differ": None, "only in A": "after", "only in B": "before"}
+        counts = {word: sum(row["missing"] == side for row in rest) for word, side in words.items()}
+        yield [*first[:3], ", ".join(f"{count:,} {word}" for word, count in counts.items() if count)]
 
 
 def _pair_cells(name: str, rows: Sequence[Row], are_sizes: bool) -> list[str]:
@@ -310,17 +405,24 @@ def _gathered(
     named: Sequence[tuple[str, _Item]], depth: int | None, all_of_it: bool, most: int
 ) -> dict[str, list[_Item]]:
     """Return items by how their names begin: as deep as still gives few lines."""
-    paths = [name.split(".") for name, _ in named]
-    deepest = max((len(path) for path in paths), default=1)
+    paths = [[met.start() for met in _PIECE.finditer(name)] for name, _ in named]
+    deepest = max(map(len, paths), default=0) + 1
+
+    def grouped(deep: int) -> list[str]:
+        return [
+            name[: ends[deep - 1]] + ("[*]" if name[ends[deep - 1]] == "[" else ".*")
+            if len(ends) >= deep
+            else name
+            for ends, (name, _) in zip(paths, named, strict=True)
+        ]
+
     if all_of_it:
         depth = deepest
     if depth is None:
-        fits = (deep for deep in range(deepest, 0, -1) if len({(*path[:deep],) for path in paths}) <= most)
-        depth = next(fits, 1)
+        depth = next((deep for deep in range(deepest, 0, -1) if len({*grouped(deep)}) <= most), 1)
     found: dict[str, list[_Item]] = {}
     first: dict[str, str] = {}
-    for path, (name, item) in zip(paths, named, strict=True):
-        short = ".".join(path[:depth]) + ".*" if len(path) > depth else name
+    for short, (name, item) in zip(grouped(depth), named, strict=True):
         found.setdefault(short, []).append(item)
         first.setdefault(short, name)
     return {first[short] if len(items) == 1 else short: items for short, items in found.items()}
@@ -351,4 +453,8 @@ def _shown(value: Json, is_short: bool = True) -> str:
     text = value if isinstance(value, str) else described(value)
     if is_short and not isinstance(value, str):
         text = _LONG_NUMBER.sub(lambda match: f"{float(match[0]):.6g}", text)
+    return _cut(text)
+
+
+def _cut(text: str) -> str:
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."

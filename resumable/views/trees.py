@@ -37,7 +37,7 @@ class Stored(NamedTuple):
 
 def stored(tree: Json) -> Iterator[Stored]:
     """Yield the tensors that a tree names."""
-    for _, value in _walked(tree, ""):
+    for _, value in walked(tree, ""):
         match value:
             case {"$tensor": str(name)}:
                 yield Stored(name)
@@ -56,12 +56,12 @@ def leaves(tree: Json, path: str = "") -> Iterator[tuple[str, Json]]:
     >>> [*leaves({"groups": [{"lr": 0.1, "betas": {"$tuple": [0.9, 0.99]}}], "exp": {"$tensor": "w"}})]
     [('groups.0.lr', 0.1), ('groups.0.betas', {'$tuple': [0.9, 0.99]})]
     """
-    for place, value in _walked(tree, path):
+    for place, value in walked(tree, path):
         if not (isinstance(value, dict) and value.keys() & {"$tensor", "$ndarray"}):
             yield place, value
 
 
-def _walked(tree: Json, path: str) -> Iterator[tuple[str, Json]]:
+def walked(tree: Json, path: str) -> Iterator[tuple[str, Json]]:
     """Yield the plain values of a tree, and what names its tensors, by their paths."""
     inside: Iterable[tuple[str, Json]] = ()
     match tree:
@@ -78,7 +78,7 @@ def _walked(tree: Json, path: str) -> Iterator[tuple[str, Json]]:
         case _:
             yield path, tree
     for key, value in inside:
-        yield from _walked(value, f"{path}.{key}" if path else key)
+        yield from walked(value, f"{path}.{key}" if path else key)
 
 
 def _pairs(pairs: Sequence[Json]) -> Iterator[tuple[str, Json]]:

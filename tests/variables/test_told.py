@@ -1,0 +1,146 @@
+"""The script's variables as people see them: in the line of a resume, in `show` and in `diff`."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from forks import Forks
+
+from resumable.cli.app import main
+from resumable.files import codec
+from resumable.views import variables
+
+SCRIPT = """
+import collections, os, signal, sys
+import numpy as np, torch
+from resumable import RunState
+torch.manual_seed(0)
+
+class Average:
+    def __init__(self):
+        self.n, self.shadow = 0, {'conv.weight': torch.zeros(2)}
+
+average, noise, dice = Average(), torch.randn(3), np.random.default_rng(3)
+replay, window = collections.deque(maxlen=80), np.zeros(2000)
+
+def main():
+    best, history, seen = np.float64(9), [], {'train': 0, 'val': {}}
+    loader = torch.utils.data.DataLoader(torch.arange(12.0), 4)
+    state = RunState.load('exp', loader=loader, every=None, keep=None, **eval(os.environ.get('GIVEN', '{}')))
+    for epoch in state.epochs(9):
+        last = {'made in': [epoch, torch.ones(2) * epoch]}
+        for number, batch in enumerate(state.batches()):
+            history.append(batch.sum().item() + best)
+            seen['train'] += 4
+            average.n += 1
+            average.shadow['conv.weight'] += 1
+            replay.append((batch.numpy().copy(), number))
+            window[average.n] = dice.random()
+        best = best / 2
+        seen['val'][epoch] = float(best)
+        state.save()
+        print('at', epoch, float(best), len(history), last['made in'][0])
+        if epoch == int(sys.argv[1]):
+            os.kill(os.getpid(), signal.SIGTERM)
+    state.close()
+main()
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_the_line_of_a_resume_names_the_variables(folder: Path, forks: Forks) -> None:
+    first, then = (forks.run(["train.py", epoch], folder).out for epoch in "12")
+
+    assert " of train.py" not in first
+    line = r"resumed exp .*, step 6; of train.py: best, epoch, last, history, seen, and 4 more \([\d.]+ m?s\)"
+    assert re.search(line, then)
+
+
+def test_show_and_diff_have_the_paths_of_code(
+    folder: Path, forks: Forks, capsys: pytest.CaptureFixture[str]
+) -> None:
+    forks.run(["train.py", "1"], folder)
+
+    assert main(["show", "exp"]) == 0
+    shown = re.sub(" +", " ", capsys.readouterr().out)
+    assert main(["diff", "exp@1", "exp@2"]) == 1
+    differing = re.sub(" +", " ", capsys.readouterr().out)
+
+    assert "entries" not in shown + differing
+    for line in (
+        "best float64 4 B 2.25",
+        "last dict of 1 ",
+        "history list of 6 ",
+        "seen['train'] int 2 B 24",
+        "seen['val'] dict 7 B 4.5, 2.25",
+        "average.n int 1 B 6",
+        "average.shadow['conv.weight'] Tensor 2 float32 8 B norm 8.485",
+        "replay deque of 6, maxlen 80 ",
+        "left alone 12 B noise",
+    ):
+        assert f"\n {line}" in shown
+    assert re.search(r"\n window ndarray 2000 <f8 16 kB \(\d\d %\) ", shown)
+    for line in (
+        "best 4.5 -> 2.25",
+        "history list of 3 -> list of 6 3 only in B",
+        "seen['val'][1] - -> 2.25",
+        "average.shadow['conv.weight'] 2 of 2 3 1",
+        "last['made in'][1] 2 of 2 1\n",
+        "last['made in'][0] 0 -> 1",
+    ):
+        assert f"\n {line}" in differing
+    assert main(["diff", "exp@2", "exp@2"]) == 0
+
+
+def test_all_that_a_look_stores_has_one_path(
+    folder: Path, forks: Forks, capsys: pytest.CaptureFixture[str]
+) -> None:
+    forks.run(["train.py", "1"], folder)
+    main(["show", "exp", "--json"])
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    look = json.loads((folder / "exp/newest/ranks/00000.json").read_text())["script"]
+
+    rows = {row["name"]: row for row in found["variables"]}
+    tensors = [one["name"] for one in found["tensors"] if one["part"] == "script"]
+
+    assert len(rows) == len(found["variables"])
+    assert (rows["history[5]"]["value"], rows["history[5]"]["of"]) == (42.5, "history")
+    assert [rows[name]["is_left_alone"] for name in ("noise", "window")] == [True, False]
+    assert {f"script.{name}" for name, row in rows.items() if row["norm"] is not None} == {*tensors}
+    assert len(tensors) == len({*codec.tensor_names(look)})
+    assert not [name for name in found["values"] if name.startswith("script")]
+
+
+def test_variables_of_one_name_and_objects_of_two_are_told_apart() -> None:
+    shared = {"kind": "list", "class": "builtins:list", "items": [{"entry": 0}, 7], "maxlen": None}
+    names = [["frame:0:main", [["best", 1], ["a", {"entry": 0}]]], ["module:__main__", [["best", 2]]]]
+
+    found = [*variables.rows({"namespaces": names, "entries": [shared]})]
+
+    assert [(row.path, row.kind, row.value) for row in found] == [
+        ("best", "int", 1),
+        ("a", "list of 2", None),
+        ("a[0]", "the same as", "a"),
+        ("a[1]", "int", 7),
+        ("__main__: best", "int", 2),
+    ]
+
+
+@pytest.mark.parametrize(
+    "entry", [{"kind": 3}, {"class": ":"}, {"at": 7}, {"items": [{"entry": 9}]}, {"steps": [[1]]}, {"set": 5}]
+)
+def test_a_forged_look_is_damage_and_no_traceback(entry: dict[str, Any]) -> None:
+    forged = {"kind": "list", "class": "a:b", "at": [["module:a", "x"]], "items": [], **entry}
+
+    with pytest.raises(ValueError, match="as a checkpoint has them"):
+        [*variables.rows({"namespaces": [], "entries": [forged]}), *variables.rows([])]
