@@ -269,7 +269,7 @@ _DICT: dict[str, Form] = {
 _OBJECT: dict[str, Form] = {
     "set": _Check._names,
     "is_all": _of(bool),
-    "gone": _Check._values,
+    "gone": lambda check, one, inside: _need(type(one) is list and all(map(_is_name, one)), "names"),
     "of": _Check._value,
 }
 _MADE: dict[str, Form] = {"set": _Check._names, "is_all": _of(bool), "of": _Check._value}
@@ -295,7 +295,7 @@ _FORMS: dict[str, dict[str, Form]] = {
     "function": {"steps": _Check._steps},
     "network": {"steps": _Check._steps, **_MADE},
     "partial": _ITEMS,
-    "method": {"self": _Check._value, "name": _of(str)},
+    "method": {"self": _Check._value, "name": lambda check, one, inside: _need(_is_name(one), "a method")},
     "library": {"data": _Check._names, "of_itself": _nothing, **_MADE},
 }
 _NEEDED: dict[str, set[str]] = {

@@ -5,14 +5,17 @@ from __future__ import annotations
 import collections
 import contextlib
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from ..objects import own, slots
-from . import columns, libraries, making
+from ..objects import kinds, own, slots
+from ..objects.contents import mark
+from ..objects.kinds import Step
+from . import columns, libraries, making, signs
 from .atoms import Hole
 from .looks import FACTORIES, Entry
 
@@ -28,34 +31,34 @@ def _base(value: Any, *bases: Any) -> Any:
     return next(one for one in bases if issubclass(type(value), one))
 
 
-def _hashed(keys: Iterable[Any]) -> None:
-    """Raise Hole, before anything is cleared, if a key is none."""
-    try:
-        frozenset(keys)
-    except TypeError as exc:
-        raise Hole(str(exc)) from exc
-
-
 def _list(put: Putting, live: Any, entry: Entry) -> None:
     if "columns" in entry:
-        of = tuple if entry.get("of") is None else put.value(entry["of"])
-        if of is not tuple and not (isinstance(of, type) and issubclass(of, tuple) and own.is_own_class(of)):
-            raise Hole(f"rows of {of!r}")
+        of = tuple if entry.get("of") is None else put.own_class(entry, tuple)
         items = columns.rows_of(of, entry["columns"], entry["pools"])
     else:
         items = put.values(entry["items"])
     base = _base(live, list, collections.deque, set)
     if base is set:
-        _hashed(items)
+        signs.hashed(items)
+    there = {*map(mark, kinds.held_in(live))}
+    for one in items:
+        if mark(one) not in there:
+            put.check_place("[+]", one, entry)
     base.clear(live)
     (base.update if base is set else base.extend)(live, items)
 
 
 def _dict(put: Putting, live: Any, entry: Entry) -> None:
     base = _base(live, collections.OrderedDict, dict)
-    pairs = [(put.value(key), put.value(one)) for key, one in entry["set"]]
+    keys = [put.value(key) for key, _ in entry["set"]]
     order, gone = put.values(entry.get("order", [])), put.values(entry.get("gone", []))
-    _hashed([*order, *gone, *(key for key, _ in pairs)])
+    signs.hashed([*order, *gone, *keys])
+    rows = zip(keys, entry["set"], strict=True)
+    pairs = [(key, put.value_at(Step("key", key), stored, entry)) for key, (_, stored) in rows]
+    stored = entry.get("factory", "None")
+    factory = FACTORIES[stored] if isinstance(stored, str) else put.value(stored)
+    if not isinstance(stored, str) and kinds.kind_of(factory) not in libraries.CALLED:
+        raise Hole(f"a defaultdict of a {type(factory).__name__}")
     if entry.get("is_all"):
         base.clear(live)
     for key in gone:
@@ -67,10 +70,7 @@ def _dict(put: Putting, live: Any, entry: Entry) -> None:
         if dict.__contains__(live, key):
             base.__setitem__(live, key, base.pop(live, key))
     if isinstance(live, collections.defaultdict):
-        stored = entry.get("factory", "None")
-        if isinstance(stored, str) and stored not in FACTORIES:
-            raise Hole(f"a defaultdict of {stored}")
-        live.default_factory = FACTORIES[stored] if isinstance(stored, str) else put.value(stored)
+        live.default_factory = factory
 
 
 def _set(put: Putting, live: Any, entry: Entry) -> None:
@@ -79,6 +79,8 @@ def _set(put: Putting, live: Any, entry: Entry) -> None:
 
 
 def _buffer(put: Putting, live: Any, entry: Entry) -> None:
+    if entry["typecode"] != getattr(live, "typecode", None):
+        raise Hole(f"bytes of {entry['typecode']}")
     del live[:]
     (live.frombytes if entry["typecode"] else live.extend)(entry["bytes"])
 
@@ -92,6 +94,7 @@ def _array(put: Putting, live: Any, entry: Entry) -> None:
         new = entry["array"]
     if live.shape != new.shape or live.dtype != new.dtype or not live.flags.writeable:
         raise Hole(f"an array of {live.dtype}{[*live.shape]} where one of {new.dtype}{[*new.shape]} was")
+    put.check_place("[+]", new, entry)
     live[...] = new
 
 
@@ -139,11 +142,12 @@ def numpy_generator(state: Any) -> np.random.Generator:
 
 
 def _object(put: Putting, live: Any, entry: Entry) -> None:
-    if "inherited" in entry:
-        (_dict if isinstance(live, dict) else _list)(put, live, entry["inherited"])
-    pairs = [(name, put.value(one)) for name, one in entry["set"]]
+    pairs = [(name, _attribute(put, live, name, one, entry)) for name, one in entry["set"]]
     members, held = dict(slots.members(type(live))), slots.dictionary(live)
-    for name in entry.get("gone", ()):
+    if "inherited" in entry:
+        inherited = {**{name: entry[name] for name in ("at", "of") if name in entry}, **entry["inherited"]}
+        (_dict if isinstance(live, dict) else _list)(put, live, inherited)
+    for name in {*entry.get("gone", ())} & slots.attributes(live).keys():
         if name in members:
             members[name].__delete__(live)
         elif held is not None:
@@ -153,6 +157,17 @@ def _object(put: Putting, live: Any, entry: Entry) -> None:
             members[name].__set__(live, one)
         elif held is not None:
             held[name] = one
+
+
+def _attribute(put: Putting, live: Any, name: str, stored: Any, entry: Entry) -> Any:
+    """Return a value for an attribute of an object or a class of the script, if it may get one."""
+    value = put.value_at(Step("attribute", name), stored, entry)
+    held = (own.namespace(one) for one in (live if isinstance(live, type) else type(live)).__mro__)
+    there = next((one[name] for one in held if name in one), None)
+    method = own.unwrapped(there) if isinstance(live, type) else there
+    if type(method) is FunctionType and libraries.is_data(value):
+        raise Hole(f"{name} is a method")
+    return value
 
 
 def _state(put: Putting, live: Any, entry: Entry) -> None:
@@ -194,7 +209,13 @@ def _attributes(put: Putting, live: Any, entry: Entry) -> None:
             # What is in it is filled; a method or a base is never another.
             put.value(stored)
             continue
-        value = put.value(stored)
+        if how == "attribute" and not making.is_free(live, name):
+            raise Hole(f"{name} of a {type(live).__name__} is PyTorch's")
+        value = (
+            _attribute(put, live, name, stored, entry)
+            if how == "attribute"
+            else put.value_at(Step(how, name), stored, entry)
+        )
         if not is_own and not libraries.is_data(value):
             raise Hole(f"{name} of a {type(live).__name__} takes no {type(value).__name__}")
         _assign(live, how, name, value)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import sys
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,9 @@ _CLOSED = (
 """Packages whose objects are left alone: data belong to their loaders, what shows the training is made again
 by the script, and what is ours is no variable."""
 _NOT_ENTERED = {"class", "function", "module", "method", "partial"}
-_NUMBERS = (bool, int, float, complex, np.generic)
+CALLED = ("function", "method", "partial", "class")
+"""The kinds of what may be called later: all of them the script's."""
+_NUMBERS = (bool, int, float, complex, np.number, np.bool_)
 
 
 class Libraries:
@@ -96,6 +99,34 @@ def is_data(value: Any, depth: int = 0) -> bool:
     if (of in (tuple, torch.Size) or kind in ("list", "set")) and depth < 8:
         return all(is_data(one, depth + 1) for one in kinds.held_in(value))
     return False
+
+
+def may_be_at(place: str, value: Any, places: Callable[[], frozenset[str]]) -> bool:
+    """Whether an object of the script may get a value at a place: no text and no code but where it stores.
+
+    `places`: where the code of its loop stores, as `bytecode.places` says it.
+    """
+    if is_data(value):
+        return True
+    return place in (found := places()) or (place[0] == "[" and "[]" in found)
+
+
+def is_imported(value: Any) -> bool:
+    """Whether a value is a function or a class that the script does not define itself."""
+    if isinstance(value, type):
+        return not own.is_own_class(value)
+    if type(value) is FunctionType:
+        return not own.is_own_code(value.__code__)
+    return (
+        callable(value)
+        and own.module_of(type(value)) in ("builtins", "functools", "numpy")
+        and (kinds.kind_of(value) == "library")
+    )
+
+
+def no_place(value: Any) -> str:
+    """Return why a value is left out of a place."""
+    return f"no line of the loop stores a {type(value).__name__} there by its name"
 
 
 def is_inside(kinds_on_way: Iterable[str]) -> bool:

@@ -28,7 +28,7 @@ _NEVER_CHANGED = {*_IMMUTABLE, "module"}
 """Kinds that cannot be filled in place; the variables of a module are looked at by themselves."""
 _MANY = 64
 """A list of more numbers is stored as an array."""
-_LARGEST_EXPANDED = 64 << 20
+LARGEST_EXPANDED = 64 << 20
 _NUMBERS: dict[type, Any] = {int: np.int64, float: np.float64, bool: np.bool_}
 FACTORIES: dict[str, Any] = {
     "None": None,
@@ -52,6 +52,8 @@ class Namespace(NamedTuple):
     bind: Callable[[Mapping[str, Any]], None]
     is_cell: bool = False
     """Whether code that comes later may read all of them: another cell of a notebook."""
+    places: Callable[[], frozenset[str]] = frozenset
+    """Returns where the loop's code stores, as `bytecode.places` says it."""
 
     def roots(self) -> Iterable[tuple[Step, Any]]:
         """Return the objects among the variables, as roots of a walk."""
@@ -61,8 +63,11 @@ class Namespace(NamedTuple):
 class Look:
     """Encodes what has changed since the loop began, each object once."""
 
-    def __init__(self, owned: Owned, known: Mapping[int, Met]) -> None:
-        self._owned, self._known = owned, known
+    def __init__(
+        self, owned: Owned, known: Mapping[int, Met], places: Callable[[], frozenset[str]] | None = None
+    ) -> None:
+        """`places`: where the code of the script stores; None for anywhere."""
+        self._owned, self._known, self._places = owned, known, places
         self._libraries = Libraries(owned)
         self._constants: list[Node] = []
         self._tables: dict[int, tuple[Any, Table | None]] = {}
@@ -236,6 +241,8 @@ class Look:
             return {"owned": name}
         kind, met = kinds.kind_of(value), self.known(value)
         entry: Entry = {"kind": kind, "class": class_name(type(value))}
+        if libraries.is_imported(value):
+            raise Hole(f"{value!r}, which the script has imported")
         if met is not None and (kind not in _IMMUTABLE or self._is_as_before(value, met)):
             entry["at"] = out_of(met.path)
             if kind in _IMMUTABLE or self.is_unchanged(value):
@@ -277,12 +284,20 @@ class Look:
             old = None
         if old is not None:
             pairs = [(key, one) for key, one in pairs if old.get(mark(key), ()) != mark(one)]
+        if before is not None:
+            pairs = [(key, one) for key, one in pairs if self._may_be_at(form.format(key), one, where)]
         entry: Entry = {
             "set": [[self.value(key, where), self.value(one, where + form.format(key))] for key, one in pairs]
         }
         if old is None:
             return entry | {"is_all": True}
         return entry | ({"gone": [key for _, key in gone]} if gone else {})
+
+    def _may_be_at(self, place: str, value: Any, where: str) -> bool:
+        is_right = self._places is None or libraries.may_be_at(place, value, self._places)
+        if not is_right:
+            self.lost.append((f"{where}{place}", libraries.no_place(value)))
+        return is_right
 
 
 def _kinds_above(node: Node) -> Iterator[str]:
@@ -319,6 +334,7 @@ def _tuple(look: Look, value: Any, before: Content | None, where: str) -> Entry:
 
 def _dict(look: Look, value: Any, before: Content | None, where: str) -> Entry:
     held = kinds.entries_of(value)
+    signs.hashed([key for key, _ in held])
     entry = look.pairs(held, before, where, "[{!r}]")
     if before is not None and before.order != contents.digest([key for key, _ in held]):
         entry["order"] = [look.value(key, where) for key, _ in held]
@@ -330,7 +346,7 @@ def _dict(look: Look, value: Any, before: Content | None, where: str) -> Entry:
 
 
 def _set(look: Look, value: Any, before: Content | None, where: str) -> Entry:
-    return {"items": look.items(kinds.held_in(value), where)}
+    return {"items": look.items(signs.hashed(kinds.held_in(value)), where)}
 
 
 def _buffer(look: Look, value: Any, before: Content | None, where: str) -> Entry:
@@ -353,7 +369,7 @@ def _tensor(look: Look, value: Any, before: Content | None, where: str) -> Entry
     is_parameter = isinstance(value, torch.nn.Parameter)
     if problem := encoder.unstorable(value):
         raise Hole(problem)
-    if value.nbytes > _LARGEST_EXPANDED and contents.memory_of(value.detach()).nbytes < value.nbytes:
+    if value.nbytes > LARGEST_EXPANDED and contents.memory_of(value.detach()).nbytes < value.nbytes:
         raise Hole("a tensor that repeats its elements, and is far larger than its memory")
     return {
         "tensor": value.detach(),
@@ -398,6 +414,7 @@ def _attributes(look: Look, value: Any, before: Content | None, where: str) -> E
     old = before.items if before is not None and before.items is not None else {}
     held = [(tuple(step), one) for step, one in kinds.everything(value, kinds.kind_of(value))]
     changed = [(step, one) for step, one in held if old.get(mark(step), ()) != mark(one)]
+    changed = [(step, one) for step, one in changed if look._may_be_at(str(Step(*step)), one, where)]
     return {"steps": [[*step, look.value(one, f"{where}{Step(*step)}")] for step, one in changed]}
 
 
@@ -406,6 +423,8 @@ def _partial(look: Look, value: Any, before: Content | None, where: str) -> Entr
 
 
 def _method(look: Look, value: Any, before: Content | None, where: str) -> Entry:
+    if not signs.is_own(value.__func__):
+        raise Hole(f"{value!r}, which the script has imported")
     return {"self": look.value(value.__self__, where), "name": value.__func__.__name__}
 
 

@@ -57,21 +57,20 @@ def content(look: Look, value: Any, where: str) -> Entry:
     return look.pairs(held.items(), None, where, ".{}")
 
 
+def is_free(live: Any, name: str) -> bool:
+    """Whether an attribute is one that the script gives a module."""
+    return not isinstance(live, torch.nn.Module) or name == "training" or name not in _FRESH
+
+
 def made(put: Putting, entry: Entry) -> Any:
     """Return a new object without content, of a class of the script or of torch."""
-    of = put.value(entry["of"]) if "of" in entry else _OF_TORCH.get(entry["class"])
-    if not isinstance(of, type) or hasattr(of, "__del__") or not _may_be(of, entry["kind"]):
-        raise Hole(entry["class"])
+    of = put.own_class(entry, torch.nn.Module) if "of" in entry else _OF_TORCH.get(entry["class"])
+    if of is None or (entry["kind"] == "network") is not issubclass(of, torch.nn.Module):
+        raise Hole(f"a {entry['class']} is never made")
     live: Any = object.__new__(of)
     if isinstance(live, torch.nn.Module):
         torch.nn.Module.__init__(live)
     return live
-
-
-def _may_be(of: type, kind: Kind) -> bool:
-    if of in _OF_TORCH.values():
-        return (kind == "network") is issubclass(of, torch.nn.Module)
-    return kind == "network" and issubclass(of, torch.nn.Module) and own.is_own_class(of)
 
 
 def fill(put: Putting, live: Any, entry: Entry) -> None:
@@ -85,6 +84,9 @@ def fill(put: Putting, live: Any, entry: Entry) -> None:
         if not own.is_own_class(type(live)):
             _check_plain(one for name, one in values.items() if name not in _KEPT)
         vars(live).update(values)
+        if any(one is live for child in live.children() for one in child.modules()):
+            live._modules = {}
+            raise Hole("a module that holds itself")
         return
     if isinstance(live, torch.optim.Optimizer):
         if values.keys() != {*_STATE} or not isinstance(values["param_groups"], list):

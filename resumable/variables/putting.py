@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import array
 import collections
+import enum
 import itertools
+import math
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -17,9 +19,9 @@ import torch
 from ..objects import kinds, own, walks
 from ..objects.kinds import Step
 from ..objects.walks import Finder
-from . import atoms, checking, constants, filling, libraries, making
+from . import atoms, checking, constants, filling, libraries, making, running, signs
 from .atoms import Hole
-from .looks import Entry, Namespace, class_name
+from .looks import LARGEST_EXPANDED, Entry, Namespace, class_name
 from .owned import Owned
 
 _NOTHING: Any = object()
@@ -39,6 +41,7 @@ class Putting:
         self._filled: set[int] = set()
         self._foreign: set[int] = set()
         """The entries that are in objects of libraries."""
+        self._places: Callable[[], frozenset[str]] = frozenset
         self.bound: set[tuple[str, str]] = set()
         """The variables that were bound, with the keys of their namespaces."""
         self.problems: list[str] = []
@@ -54,7 +57,7 @@ class Putting:
     def put(self, namespaces: Iterable[Namespace], owned: Owned) -> list[str]:
         """Put everything back; return the names of the variables that were bound."""
         self._there = there = {one.key: one for one in namespaces}
-        self.problems = []
+        self.problems, self._places = [], running.places(there.values())
         if not self._left:
             self._filled = set()
         self.find(there, owned)
@@ -108,11 +111,14 @@ class Putting:
     def _try(self, name: str, call: Callable[[], Any]) -> Any:
         try:
             return call()
-        except (Hole, RecursionError) as hole:
-            problem = f"{name}: {hole}"
-            # One without a reason is made by the script itself.
-            self.problems += [problem] if str(hole) and problem not in self.problems else []
-            return _NOTHING
+        except Hole as hole:
+            problem = f"{name}: {hole}" if str(hole) else ""
+        except Exception as exc:
+            # A checkpoint may come from anybody, and what it says may fit no object.
+            problem = f"{name}: it is not what can be there: {exc!r}"
+        # One without a reason is made by the script itself.
+        self.problems += [problem] if problem and problem not in self.problems else []
+        return _NOTHING
 
     def _bound(self, there: Namespace | None, rows: Sequence[Any]) -> list[str]:
         if there is None:
@@ -146,6 +152,25 @@ class Putting:
             return atoms.back(*stored["atom"])
         return self._object(stored["entry"])
 
+    def value_at(self, step: Step, stored: Any, entry: Entry) -> Any:
+        """Return a value for a place in the object of an entry."""
+        value = self.value(stored)
+        self.check_place(str(step), value, entry)
+        return value
+
+    def check_place(self, place: str, value: Any, entry: Entry) -> None:
+        """Raise Hole if an object that was there before may not get a value at a place."""
+        if "at" in entry and not libraries.may_be_at(place, value, self._places):
+            raise Hole(f"{place}: {libraries.no_place(value)}")
+
+    def own_class(self, entry: Entry, base: Any = object) -> Any:
+        """Return the class of the script that an entry names, of which objects may be made."""
+        of = self.value(entry.get("of"))
+        is_right = isinstance(of, type) and issubclass(of, base) and own.is_own_class(of)
+        if not is_right or any("__del__" in own.namespace(one) for one in of.__mro__):
+            raise Hole(f"a {entry.get('class')} is never made")
+        return of
+
     def values(self, stored: Any) -> list[Any]:
         """Return what stands in a list, which may be an array of numbers."""
         return stored.tolist() if isinstance(stored, np.ndarray) else [*map(self.value, stored)]
@@ -165,6 +190,8 @@ class Putting:
         if live is _NOTHING:
             # Before it is filled: what is in it may lead to it again.
             live = _MAKERS.get(entry["kind"], _none)(self, entry)
+            if kinds.kind_of(live) != entry["kind"]:
+                raise Hole(f"a {entry['kind']} that is a {type(live).__name__}")
             # A tuple may have been made as what is in it was filled.
             live = self._made.setdefault(number, live)
         if number in self._foreign and not self._is_data(entry):
@@ -195,11 +222,15 @@ def _find(entry: Entry, finder: Finder, owned: Owned) -> Any:
         # The object says of what kind it is, not the checkpoint.
         if class_name(type(value)) != entry["class"] or kinds.kind_of(value) != entry["kind"]:
             raise Hole(f"it is a {type(value).__name__} now")
+        if libraries.is_imported(value):
+            raise Hole("what the script has imported is never referred to")
         return value
     return _view(found, *entry["view"][1:]) if "view" in entry else _NOTHING
 
 
 def _view(base: Any, shape: Sequence[int], stride: Sequence[int], offset: int) -> torch.Tensor:
+    if math.prod(shape) * base.element_size() > max(base.nbytes, LARGEST_EXPANDED):
+        raise Hole("a view that is far larger than its memory")
     try:
         found: torch.Tensor = base.detach().as_strided(shape, stride, offset)
     except (RuntimeError, AttributeError) as exc:
@@ -223,10 +254,7 @@ def _list(put: Putting, entry: Entry) -> Any:
 def _tuple(put: Putting, entry: Entry) -> Any:
     items = put.values(entry["items"])
     if "of" in entry:
-        of = put.value(entry["of"])
-        if not isinstance(of, type) or not issubclass(of, tuple) or not own.is_own_class(of):
-            raise Hole(entry["class"])
-        return tuple.__new__(of, items)
+        return tuple.__new__(put.own_class(entry, tuple), items)
     return torch.Size(items) if entry["class"] == class_name(torch.Size) else tuple(items)
 
 
@@ -243,7 +271,7 @@ def _dict(put: Putting, entry: Entry) -> Any:
 
 
 def _set(put: Putting, entry: Entry) -> Any:
-    return frozenset(put.values(entry["items"])) if entry["class"].endswith(":frozenset") else set()
+    return frozenset(signs.hashed(put.values(entry["items"]))) if ":frozenset" in entry["class"] else set()
 
 
 def _buffer(put: Putting, entry: Entry) -> Any:
@@ -279,16 +307,12 @@ def _count(put: Putting, entry: Entry) -> Any:
 
 
 def _enum(put: Putting, entry: Entry) -> Any:
-    of = put.value(entry["of"]) if "of" in entry else None
-    if not isinstance(of, type) or entry["member"] not in getattr(of, "_member_map_", {}):
-        raise Hole(entry["class"])
-    return of._member_map_[entry["member"]]  # type: ignore[attr-defined]
+    members: dict[str, Any] = put.own_class(entry, enum.Enum)._member_map_
+    return members[entry["member"]]
 
 
 def _new_object(put: Putting, entry: Entry) -> Any:
-    of = put.value(entry["of"]) if "of" in entry else None
-    if not isinstance(of, type) or not own.is_own_class(of) or hasattr(of, "__del__"):
-        raise Hole(entry["class"])
+    of = put.own_class(entry)
     if any(type(one) is dict and "hole" in put._entries[one.get("entry", 0)] for _, one in entry["set"]):
         # Never half an object.
         raise Hole(f"{entry['class']} holds something that no checkpoint can have")
@@ -298,13 +322,15 @@ def _new_object(put: Putting, entry: Entry) -> Any:
 
 def _partial(put: Putting, entry: Entry) -> Any:
     function, arguments, keywords = put.values(entry["items"])
+    if kinds.kind_of(function) not in libraries.CALLED:
+        raise Hole(f"a partial of a {type(function).__name__}")
     return partial(function, *arguments, **keywords)
 
 
 def _method(put: Putting, entry: Entry) -> Any:
     owner = put.value(entry["self"])
     for of in type(owner).__mro__:
-        if type(found := own.namespace(of).get(entry["name"])) is FunctionType:
+        if type(found := own.namespace(of).get(entry["name"])) is FunctionType and signs.is_own(found):
             return MethodType(found, owner)
     raise Hole(f"{entry['class']} {entry['name']}")
 

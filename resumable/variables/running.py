@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache, lru_cache, partial
+from operator import attrgetter
 from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from .owned import Loaders
 from .script import bytecode, frames
 
 _PACKAGE = __name__.partition(".")[0]
+_code = attrgetter("f_code")
 
 
 class Running(NamedTuple):
@@ -75,9 +77,8 @@ def _of_frame(key: str, frame: FrameType, live: frozenset[str]) -> Namespace:
     code = frame.f_code
     inner = {*code.co_cellvars, *code.co_freevars, *frames.code_names(frame)}
     may_bind = bytecode.assigned_in_loops(code)
-    return Namespace(
-        key, _kept(frames.variables(frame)), live | inner, may_bind, lambda values: frames.bind(frame, values)
-    )
+    kept = _kept(frames.variables(frame))
+    return Namespace(key, kept, live | inner, may_bind, lambda values: frames.bind(frame, values))
 
 
 def _of_module(
@@ -94,8 +95,24 @@ def _of_module(
         live = (live or frozenset()) | frozenset(frames.code_names(top)).union(
             *(code.co_names for code in codes if code is not top.f_code)
         )
-    is_cell = top is not None and "__file__" not in held
-    return Namespace(key, _kept(dict(held)), live, may_bind, held.update, is_cell)
+    is_cell, places = (
+        top is not None and "__file__" not in held,
+        partial(_places, codes, [*map(_code, stack)]),
+    )
+    return Namespace(key, _kept(dict(held)), live, may_bind, held.update, is_cell, places)
+
+
+def _places(codes: list[CodeType], running: list[CodeType]) -> frozenset[str]:
+    """Return where the code of a module stores: that of functions that run the loop in their loops only."""
+    in_loops = {*map(id, running)}
+    others = (bytecode.places(one) for one in codes if id(one) not in in_loops)
+    return frozenset[str]().union(*others, *map(bytecode.places_in_loops, running))
+
+
+def places(namespaces: Iterable[Namespace]) -> Callable[[], frozenset[str]]:
+    """Return what reads, when it is asked first, where the code of all namespaces stores."""
+    each = [one.places for one in namespaces]
+    return cache(lambda: frozenset[str]().union(*(one() for one in each)))
 
 
 def of_objects(key: str, objects: Mapping[str, Any]) -> Namespace:

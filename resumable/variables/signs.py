@@ -8,11 +8,14 @@ import multiprocessing.process
 import socket
 import subprocess
 import threading
-from collections.abc import Iterator
-from types import AsyncGeneratorType, CoroutineType, GeneratorType
-from typing import Any
+from collections.abc import Iterable, Iterator
+from types import AsyncGeneratorType, CoroutineType, FunctionType, GeneratorType
+from typing import Any, TypeVar
 
 from ..objects import kinds, own, slots
+from .atoms import Hole
+
+T = TypeVar("T", bound=Iterable[Any])
 
 _LIVE: tuple[tuple[str, tuple[type, ...]], ...] = (
     ("an open file", (io.IOBase,)),
@@ -55,3 +58,30 @@ def inside(value: Any) -> str | None:
         return None
     held = slots.attributes(value).values()
     return next((found for one in held if type(one) not in kinds.ATOMS and (found := live(one))), None)
+
+
+def is_own(function: Any) -> bool:
+    """Whether something is a function that the script defines."""
+    return type(function) is FunctionType and own.is_own_code(function.__code__)
+
+
+def hashed(keys: T) -> T:
+    """Return the keys of a dict or a set; Hole if one has no hash, or one that the script computes."""
+    types = {id(of): of for of in map(type, keys)}
+    for of in types.values():
+        if _has_own_hash(of):
+            raise Hole(f"a key of {of.__name__}, whose __hash__ is the script's")
+    for one in keys if any(issubclass(of, tuple) for of in types.values()) else ():
+        if isinstance(one, tuple):
+            hashed(one)
+    try:
+        frozenset(keys)
+    except TypeError as exc:
+        raise Hole(str(exc)) from exc
+    return keys
+
+
+@own.by_class
+def _has_own_hash(of: type) -> bool:
+    held = (own.namespace(one) for one in of.__mro__)
+    return is_own(next(one["__hash__"] for one in held if "__hash__" in one))

@@ -163,16 +163,16 @@ class Variables:
         if not self._bases:
             return {"namespaces": [], "entries": []}
         owned, rows, here = self._owned(), [], sys._getframe(1)
-        look = Look(owned, self._known())
         stack = frames.own_frames(here)
         around = self._around(loops, here, stack)
         waiting = {key: one for some in around.values() for key, one in self._waiting(some)}
+        there = [*self._running(stack, owned, waiting)]
+        look = Look(owned, self._known(), running.places(one.namespace for one in there))
         look.lost += [
             (key.rpartition(":")[2], _BEHIND_YIELD)
             for key, one in waiting.items()
             if ahead.runs_behind(one, bytecode.asking(one.f_code, self._heads_in(key)))
         ]
-        there = [*self._running(stack, owned, waiting)]
         found = [
             one.namespace
             for one in there

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from functools import lru_cache
 from itertools import pairwise
 from types import CodeType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 _MOST = 1 << 16
@@ -26,6 +26,9 @@ _READS = (
 _STORES = ("STORE_FAST", "STORE_NAME", "STORE_GLOBAL", "STORE_DEREF")
 _ENDS = ("RETURN_", "RAISE_VARARGS", "RERAISE", "JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_ABSOLUTE")
 _JUMPS = {*dis.hasjrel, *dis.hasjabs}
+_CONSTRUCTORS = ("__init__", "__post_init__", "__new__")
+_SETTING = ("update", "setdefault")
+_ADDING = ("append", "appendleft", "extend", "extendleft", "insert", "add", "heappush", "put")
 
 Accesses = tuple[frozenset[str], frozenset[str]]
 """The variables that an instruction reads, and those that it stores."""
@@ -183,8 +186,39 @@ def names_in(code: CodeType) -> frozenset[str]:
 
 
 @by_code
-def stored_attributes(code: CodeType) -> frozenset[str]:
-    """Return the names of the attributes that code, and the functions inside of it, assign."""
-    found = {one.argval for one in dis.get_instructions(code) if one.opname == "STORE_ATTR"}
+def places(code: CodeType) -> frozenset[str]:
+    """Return where code, and the functions inside of it, store: but for constructors, which run once.
+
+    A place is written as in a path: `.name`, `.<cell>`, `['key']`; `[]` is any item, `[+]` one that is added.
+    """
+    return frozenset() if code.co_name in _CONSTRUCTORS else _places(code, in_loops=False)
+
+
+@by_code
+def places_in_loops(code: CodeType) -> frozenset[str]:
+    """Return where code stores in its loops, and the functions inside of it store."""
+    return _places(code, in_loops=True)
+
+
+def _places(code: CodeType, *, in_loops: bool) -> frozenset[str]:
+    steps = [one for one in dis.get_instructions(code) if not in_loops or is_in_loop(code, one.offset)]
+    found = {place for before, one in pairwise([None, *steps]) if one for place in _stored_by(one, before)}
     inner = (one for one in code.co_consts if isinstance(one, CodeType))
-    return frozenset(found.union(*map(stored_attributes, inner)))
+    return frozenset(found.union(*map(places, inner)))
+
+
+def _constant(one: dis.Instruction) -> Any:
+    return one.argval if one.opname == "LOAD_CONST" else None
+
+
+def _stored_by(one: dis.Instruction, before: dis.Instruction | None) -> Iterator[str]:
+    if one.opname == "STORE_ATTR":
+        yield f".{one.argval}"
+    elif one.opname == "STORE_DEREF":
+        yield f".<{one.argval}>"
+    elif one.opname == "STORE_SUBSCR" and before and isinstance(_constant(before), str):
+        yield f"[{before.argval!r}]"
+    elif one.opname in ("STORE_SUBSCR", "STORE_SLICE") or one.argval in _SETTING:
+        yield "[]"
+    elif one.argval in _ADDING or one.opname in ("INPLACE_ADD", "INPLACE_OR") or one.argrepr in ("+=", "|="):
+        yield "[+]"
