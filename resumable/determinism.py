@@ -47,9 +47,8 @@ def seed_everything(seed: int, deterministic: bool = False, *, per_rank: bool = 
         )
     for run in _resumed.values():
         warn(
-            f"seed_everything({seed}) comes after {run} was resumed: the random numbers start again. The "
-            "loops of RunState put back those of the checkpoint; a loop of your own does not. "
-            "Fix: call it before RunState.load."
+            f"seed_everything({seed}) comes after {run} was resumed: the random numbers start again, up to "
+            "the next loop of RunState. Call it before RunState.load. [R08]"
         )
     if deterministic:
         make_deterministic()

@@ -21,11 +21,84 @@ ResumableError
  └── Diverged              (ArithmeticError)     the loss spikes repeatedly
 
 ResumableWarning          (UserWarning)         issued at most once a run
+
+Where a resume may not be exact, the warning has a number, and this is what to do and when it comes:
+
+R01 | `save()` in a loop inside of a body: a resume leaves out what is left of that loop. Call `save()`
+      behind it. | at the first such save
+R02 | A `break` or `return` behind `save()` in the same body, as in early stopping: a resume from that
+      checkpoint trains on. Decide at the top of a body, by a variable that was set before, or by
+      `state.patience()`. | at the first such save, or as the loop is left
+R03 | What changes behind `save()` in the same body. Call `save()` last. | at the next save
+R04 | `save()` in the body of `epochs()` before its last step, or between the loops over two loaders: it
+      means that the epoch is finished. | at the save, or at the next step
+R05 | A loop over `epochs()` or `steps()` that is left by a `break`, with another such loop after it: a
+      resume in the second enters the first again. Note in a variable which of them is due. | as the second
+      begins
+R06 | Batches that are asked for before the training wants them: by a generator or a thread (give it to
+      `through=`), by `list(state.batches())`. | at the second batch, or at the epoch's end
+R07 | `itertools.islice`, `itertools.cycle`, or `zip` with a range, around `state.batches()`: after a resume
+      they begin again. Write `if state.batch >= n: break`, or, in place of `cycle`, [a
+      generator](data.md#a-loader-that-goes-on-from-epoch-to-epoch). | at the first batch
+R08 | Random numbers that are drawn between `RunState.load` and the first loop, or in a loop of your own
+      before it reads a counter or asks for a batch by `next()`: a resume puts the generators back at
+      another moment. Loop over `epochs()`, `steps()` or `batches()`, and set seeds before the load. | at
+      the save, or as the loop continues
+R09 | An iterator over a second loader's batches that goes on from epoch to epoch, and no loop over
+      `state.epochs()`: a resume from a checkpoint of the first epoch's end begins its pass again. | at a
+      save in the second epoch
+R10 | `save()` where a batch was drawn and is not trained: after an exception has left the loop, or behind
+      the first batch of a stream without workers. | at the save
+R11 | Variables of the script [that cannot come back](what-comes-back.md#what-cannot-come-back). | at the
+      first save after it shows, by name
+R12 | A variable that was renamed or moved, or is something else now. | at the resume, by name
+R13 | A gradient scaler, or an optimizer inside of another, that the checkpoint lacks: it begins as the script
+      makes it. | at the load
+R14 | Gradients that are kept after a step, for the next one: checkpoints saved before this was seen lack
+      them. `zero_grad(set_to_none=False)` before the loop, which zeroes those of a window that a resume
+      continues. | at the next backward pass, or as the loop continues
+R15 | What grows after it was given. With another group of parameters, module or persistent buffer, or more
+      items of a dataset in mid-epoch, a resume is refused; items added between epochs, which are in no
+      part, it does without. | at the first save after it, and at the resume
+R16 | A tensor in `extra=` or `state.vars` that shares memory with what a resume makes again, and comes back
+      as a copy. Save the whole tensor, or a clone. | at the save, by name
+R17 | A CUDA graph that captures an optimizer's step, with a scheduler and a learning rate that is a number
+      or a tensor on the CPU: a resume captures the rate of that moment. Use one on the GPU,
+      `lr=torch.tensor(1e-3, device="cuda")`. | at the capture
+R18 | Dropout in `nn.LSTM`, `nn.GRU` or `nn.RNN` on cuDNN, whose state cannot be read. Set
+      `torch.backends.cudnn.enabled = False`, or `dropout=0`. | at the load
+R19 | A write to a few elements of a parameter, through `.data` or NumPy, while it is copied after `save()`
+      ([what a save costs](autosave.md#what-a-save-costs)): most are found, and that checkpoint is not made.
+      | at the next save
+R20 | A training loop over a `DataLoader` itself, given or not. Give it, and loop over `state.batches()`. |
+      at a save in the middle of its pass
+R21 | `persistent_workers=True` of a `DataLoader` that was not given and was begun before the load, or looks
+      like another. Give it a `generator=` of its own. | as it is looped over
+R22 | What a dataset or a `collate_fn` without `state_dict` keeps from batch to batch in a worker: a count,
+      a running mean. Caches, what is larger than 1 MB, and objects of libraries are left out. | at the
+      first save after three of the worker's batches; of a stream in persistent workers, in its third epoch
+R23 | Generators out of reach: more than 256 in one container, OpenCV's (`cv2.randu`, `randn`,
+      `randShuffle`), one that is gone as a worker begins. | at the load
+R24 | Data that no two runs get alike: `in_order=False` (every sample comes once); `drop_last=True` and
+      `persistent_workers=True` over a Hugging Face `IterableDataset` whose workers draw; a
+      [WebDataset](../integrations/loaders.md#webdataset) with `resampled=True`, or whose `shuffle()` has no
+      seed; a MosaicML `StreamingDataset` in another loader than a `StreamingDataLoader`. | at the load
+R25 | Threads that draw: a plain iterable as `loader=` that starts some (give what loads ahead to
+      `through=`), or `map()` before `shuffle()` in a Hugging Face `IterableDataset`. | at the load, or at
+      the first batch
+R26 | A stream without `state_dict` that keeps what it draws (a shuffle buffer, more than 32 batches of a
+      plain iterable), from a generator that the training draws from too. Give it one of its own. | as the
+      loop continues
+R27 | `state_dict()` of a given `StatefulDataLoader`, called by the script: it begins a pass of its own and
+      draws a seed. | at the next save
+R28 | Fewer devices or processes than before, other windows of gradient accumulation, or another set-up of
+      `DistributedDataParallel`. | at the load
 """
 
 from __future__ import annotations
 
 import difflib
+import re
 import sys
 import warnings
 import weakref
@@ -286,8 +359,8 @@ def _top(frame: FrameType) -> str:
 
 
 def warn(text: str) -> None:
-    """Warn at the line of the script that called the library."""
-    text = printable(text)
+    """Warn at the line of the script that called the library; a number, [R07], gets its place in the docs."""
+    text = re.sub(r"\[R(\d\d)\]", r"[R\1, docs/guide/inexact.md#r\1]", printable(text))
     # First of all: a filter may silence the warning, or make an error of it.
     for one in [*_all]:
         one.issued.setdefault(text)
@@ -310,11 +383,12 @@ class Once:
         """The texts of all warnings of this process since this was made."""
         _all.add(self)
 
-    def warn(self, text: str, about: str | None = None) -> None:
-        """Warn, unless this text or this `about` has already been used."""
-        if (about or text) not in self._told:
-            self._told.add(about or text)
-            warn(text)
+    def warn(self, *texts: str, about: str | None = None) -> None:
+        """Warn of each, unless this text or this `about` has already been used."""
+        for text in texts:
+            if (about or text) not in self._told:
+                self._told.add(about or text)
+                warn(text)
 
 
 _all: weakref.WeakSet[Once] = weakref.WeakSet()

@@ -364,7 +364,7 @@ class RunState(Generic[B]):
         """
         session = self._session
         session.refuse_closed()
-        places.warn(session.training)
+        places.look(session.training)
         handle = session.save("called", metrics)
         if session.trace:
             session.trace.saved(self._position.metrics)

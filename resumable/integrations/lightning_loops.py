@@ -110,7 +110,7 @@ class Loops:
             return
         warn(
             f"the checkpoint in mid-epoch is of accumulate_grad_batches={saved['window']}, and the script "
-            f"now has {self._window}: the windows of this epoch are not those of an uninterrupted training."
+            f"now has {self._window}: this epoch has other windows than an uninterrupted training. [R28]"
         )
 
     def epoch_begins(self, start: Callable[[], None]) -> None:

@@ -127,7 +127,7 @@ class MidEpoch(Opening):
             warn(
                 f"{name} and the training draw from the same generators ({', '.join(shared)}). What the "
                 "stream keeps of its draws (a shuffle buffer) may not be what it was: let it draw from a "
-                "generator of its own, give it a state_dict, or load it in a worker."
+                "generator of its own, give it a state_dict, or load it in a worker. [R26]"
             )
 
 
@@ -330,7 +330,7 @@ class EpochReader(Source):
         return (
             f"{type(self._stream.dataset).__name__} has drawn random numbers for the first batch of this "
             "epoch, which is not trained: a resume from this checkpoint draws others for it. Save before the "
-            "batch is loaded or after it is trained, or load it in a worker."
+            "batch is loaded or after it is trained, or load it in a worker. [R10]"
         )
 
     def ended(self) -> None:

@@ -257,7 +257,7 @@ class DatasetLength:
                 f"the dataset has {now} items, as the script makes it, and had {then} at the checkpoint: "
                 "what was added or removed is lost, and the training continues without it. Keep the items "
                 "in extra= (the very list that the dataset has), or give the dataset state_dict and "
-                "load_state_dict."
+                "load_state_dict. [R15]"
             )
 
     def outgrown(self, keeps: Callable[[Any], bool], *, is_under_way: bool) -> str | None:
@@ -272,7 +272,7 @@ class DatasetLength:
             return (
                 f"the dataset has {now} items, and had {drawn} when this epoch's order was drawn: a resume "
                 "from here is refused, as the order cannot be drawn again. Add items only after the loop "
-                "over the batches has ended."
+                "over the batches has ended. [R15]"
             )
         dataset = self._loader.dataset
         if is_stateful(dataset) or any(map(keeps, getattr(dataset, "__dict__", {}).values())):
@@ -280,5 +280,5 @@ class DatasetLength:
         return (
             f"the dataset has {now} items, and had {drawn} before: a resume has those that the script "
             "makes, and not what was added. Keep the items in extra= (the very list that the dataset "
-            "has), or give the dataset state_dict and load_state_dict."
+            "has), or give the dataset state_dict and load_state_dict. [R15]"
         )

@@ -304,7 +304,7 @@ class LoaderSource(EpochReader):
 _BEGUN = (
     "the script has called state_dict() of the {0}, which begins a pass of its own and draws a seed for it: "
     "random numbers differ from those of a training without that call. Leave it out: the checkpoint has the "
-    "position."
+    "position. [R27]"
 )
 
 

@@ -21,8 +21,8 @@ def of(loader: Any) -> Iterator[str]:
     workers = getattr(loader, "num_workers", 0)
     if workers and not getattr(loader, "in_order", True):
         yield (
-            "in_order=False gives batches in the order in which workers finish them, so that no two runs are "
-            "the same. Every sample comes exactly once after a resume too. For an exact one leave it out."
+            "in_order=False gives batches in the order in which workers finish them: no two runs are the "
+            "same. Every sample comes exactly once after a resume too. For an exact one leave it out. [R24]"
         )
     dataset = getattr(loader, "dataset", None)
     is_kept = workers and getattr(loader, "persistent_workers", False)
@@ -30,7 +30,7 @@ def of(loader: Any) -> Iterator[str]:
         yield (
             "drop_last=True and persistent_workers=True over an IterableDataset of Hugging Face: what the "
             "workers draw for a batch that is dropped is not restored at the end of an epoch, and the next "
-            "ones differ. Leave out one of the two. If nothing is drawn there, nothing is lost."
+            "ones differ. Leave out one of the two. If nothing is drawn there, nothing is lost. [R24]"
         )
     for data in dataset, loader:
         if hugging_face.is_streamed(data) and not hugging_face.only_reads_in_threads(data):
@@ -40,7 +40,7 @@ def of(loader: Any) -> Iterator[str]:
     ):
         yield (
             f"a StreamingDataset keeps its place only in a StreamingDataLoader, and this is a "
-            f"{type(loader).__name__}."
+            f"{type(loader).__name__}. [R24]"
         )
     yield from _of_generators(_root(loader))
 
@@ -56,7 +56,7 @@ def _of_generators(root: object) -> Iterator[str]:
         yield (
             f"{path or 'the loader'} holds {length:,} objects, and random generators are among them: of "
             f"more than {search.WIDEST} none are saved, and what they draw differs after a resume. Make one "
-            "where a sample is made: np.random.default_rng([seed, epoch, index])."
+            "where a sample is made: np.random.default_rng([seed, epoch, index]). [R23]"
         )
     for path, stage, _ in reached:
         if stages.is_unrepeatable(stage):
@@ -65,20 +65,20 @@ def _of_generators(root: object) -> Iterator[str]:
         for name in sorted(code_names.cv2_draws(function)):
             yield (
                 f"{function.__qualname__} draws with cv2.{name}, and OpenCV's generator cannot be read: what "
-                "it draws differs after a resume. Draw with NumPy."
+                "it draws differs after a resume. Draw with NumPy. [R23]"
             )
 
 
 _IN_THREADS = (
     "an IterableDataset of Hugging Face calls the functions of map() or filter() that come before shuffle() "
     "or interleave_datasets() in several threads: what they draw at random is not restored by a resume in "
-    "mid-epoch. Put the map() that draws after it. If nothing is drawn there, nothing is lost."
+    "mid-epoch. Put the map() that draws after it. If nothing is drawn there, nothing is lost. [R25]"
 )
 _UNREPEATABLE = (
     "{0} of the WebDataset mixes its data by the clock or the system's entropy: no two runs are the same, "
     "and a resume in mid-epoch has some samples twice and others not at all. Give shuffle() a seed= or an "
     "rng=random.Random(...), or use wds.detshuffle(); in place of resampled=True begin a wds.DataPipeline "
-    "with wds.ResampledShards(urls, deterministic=True)."
+    "with wds.ResampledShards(urls, deterministic=True). [R24]"
 )
 
 

@@ -73,10 +73,9 @@ class PlainSource(Source):
         names, self._started = self._started.names, None
         if names and not hugging_face.only_reads_in_threads(self.loader):
             warn(
-                f"{self._name} starts threads as it is looped over ({', '.join(names)}). Random numbers that "
-                "are drawn in them come at another moment after a resume: give what loads ahead to "
-                "state.batches(through=...), around a loader without threads. If nothing is drawn there, "
-                "nothing is lost."
+                f"{self._name} starts threads as it is looped over ({', '.join(names)}): what they draw at "
+                "random comes at another moment after a resume. Give what loads ahead to "
+                "state.batches(through=...), around a loader without threads. [R25]"
             )
         return batch
 
@@ -164,7 +163,7 @@ class PlainSource(Source):
             warn(
                 f"{self._name} and the training draw from the same generators ({', '.join(names)}). What it "
                 f"keeps of its draws for more than {draws_between.MOST} batches (a shuffle buffer) may not "
-                "be what it was: let it draw from a generator of its own, or give it a state_dict."
+                "be what it was: let it draw from a generator of its own, or give it a state_dict. [R26]"
             )
 
     def _reading(self, batches: Iterator[Any]) -> Iterator[Any]:

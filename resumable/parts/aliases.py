@@ -325,17 +325,12 @@ class Aliases:
         name = ".".join(place.path)
         # If neither is ever written to, a copy is as good.
         among = [one for one in others if _is_written(place.value) or _is_written(one.value)]
-        if shared := [".".join(one.path) for one in among if _overlap(place, one)]:
+        shared = ", ".join(".".join(one.path) for one in among if _overlap(place, one))
+        if shared or _has_other_owner(place.value):
+            what = f"shares memory with {shared}" if shared else "is a view of a tensor that is not saved"
             self.notes.append(
-                f"{name} shares memory with {', '.join(shared)}; after a resume it is a separate copy, and "
-                "writes to one no longer change the other. Save the whole tensor once and take the parts "
-                f"from it where they are used, or store {name} as a clone()."
-            )
-        elif _has_other_owner(place.value):
-            self.notes.append(
-                f"{name} is a view of a tensor that is not saved; after a resume it is a separate copy, and "
-                "writes to one no longer change the other. Keep the whole "
-                f"tensor in state.vars or extra= and take the view from it, or store {name} as a clone()."
+                f"{name} {what}; after a resume it is a separate copy, and writes to one no longer change "
+                f"the other. Save the whole and take the view from it, or store {name} as a clone(). [R16]"
             )
 
 

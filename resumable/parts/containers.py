@@ -190,7 +190,7 @@ class Restoring:
         if [*whole.stride()] != steps:
             warn(
                 f"{'.'.join(path)} was a view of {'.'.join(base)}, which is laid out in another way now; it "
-                "comes back as a separate copy. Give that tensor the memory format that it had."
+                "comes back as a separate copy. Give that tensor the memory format that it had. [R16]"
             )
             return None
         with torch.set_grad_enabled(tracks):

@@ -91,7 +91,7 @@ class Gradients:
                     warn(
                         "zero_grad(set_to_none=False) before the loop has zeroed the gradients of a window "
                         "that the resume continues, so its step will differ. Call it before RunState.load, "
-                        "or with set_to_none=True."
+                        "or with set_to_none=True. [R14]"
                     )
                     return
                 if parameter.grad is None:
@@ -159,17 +159,11 @@ class Gradients:
             weakref.finalize(self, self._watch[1].remove).atexit = False
 
     def _warn_of_left_out(self) -> None:
-        if self._is_without:
-            warn(
-                "this script keeps gradients after a step, and a checkpoint that this training was resumed "
-                "from lacks them: it does not continue exactly. Later checkpoints have them; for an exact "
-                "training, start it over in another run directory."
-            )
-        elif self._has_left_out:
-            warn(
-                "this script keeps gradients after a step. Earlier checkpoints lack them and do not resume "
-                "exactly; later ones do."
-            )
+        if self._is_without or self._has_left_out:
+            lacking = "earlier ones lack them"
+            if self._is_without:
+                lacking = "one that it was resumed from lacks them, so start over in another run directory"
+            warn(f"this script keeps gradients after a step: later checkpoints have them, {lacking}. [R14]")
 
     def _before_gradient(self) -> None:
         if not self._is_first or self._watch is None:

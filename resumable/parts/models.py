@@ -111,7 +111,7 @@ class ModulePart(Part):
                 f"{self.name} has changed since it was given to RunState ({', '.join(names[:3])}{more}: "
                 "new, gone or of another shape). A resume will be refused, because the script builds the "
                 "original model. Build it before RunState.load as it is to be trained; only a buffer with "
-                "persistent=False, and a tensor in state.vars or in a dict in extra=, may come, go and grow."
+                "persistent=False, and a tensor in state.vars or in a dict in extra=, may change. [R15]"
             )
 
     def _encoded_group(self) -> tensor_groups.Group | None:
@@ -363,8 +363,7 @@ class ModulePart(Part):
                 warn(
                     f"{self.name}: DistributedDataParallel is set up in another way than before, or this "
                     f"torch ({torch.__version__}) cannot restore the order in which it summed the gradients: "
-                    "with three or more processes, results may differ from an uninterrupted run's in their "
-                    "last bits."
+                    "with three or more processes, results may differ in their last bits. [R28]"
                 )
 
     def _restore_buffers(

@@ -53,9 +53,8 @@ class OptimizerPart(Part):
             yield (
                 f"{self.name} has {sum(now)} parameters in {len(now)} groups, and had {sum(then)} in "
                 f"{len(then)} when it was given to RunState. A resume will be refused, because the "
-                "script builds the optimizer as it was then. Make all groups before RunState.load: "
-                "parameters with requires_grad_(False) are not trained until the script sets it, and a "
-                "resume restores that."
+                "script builds the optimizer as it was then. Make all groups before RunState.load; of those "
+                "not yet to be trained, set requires_grad_(False), which a resume restores. [R15]"
             )
 
     def is_torchs_own(self) -> bool:

@@ -275,8 +275,7 @@ class CountedLoops(TrainingCounters):
         if self._left_for:
             warn(
                 f"the loop was left by a break right after save(): the same command trains on, with "
-                f"{self._left_for}. To keep a training that has ended from going on, break at the top of the "
-                "body instead: on state.patience(), or on a value in state.vars that was set before save()."
+                f"{self._left_for}. Break at the top of the body, by a variable set before. [R02]"
             )
 
     def unlooped(self) -> list[str]:

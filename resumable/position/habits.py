@@ -12,6 +12,17 @@ from ..errors import warn
 from ..loaders.generators import rng
 from ..variables.script import asking
 
+_CUT = (
+    "cut by {}(), which counts from 0 again after a resume in mid-epoch: that epoch gets more batches. Leave "
+    "the loop by state.batch instead: if state.batch >= n: break"
+)
+_HOLDERS = {
+    islice: _CUT.format("islice"),
+    zip: _CUT.format("zip"),
+    cycle: "repeated by itertools.cycle(), after a resume only from there on. Call next() on a generator "
+    "that is made before the loop over the epochs instead: while True: yield from state.batches(...)",
+}
+
 
 class Habits:
     """What a script was seen to do in its loops over one loader."""
@@ -58,18 +69,9 @@ class Habits:
             return
         self._is_looked_at = True
         found = asking.holders(loop)
-        if cut_by := [kind.__name__ for kind in (islice, zip) if kind in found]:
-            warn(
-                f"the loop over batches is cut by {cut_by[0]}(), which counts from 0 again after a resume in "
-                "mid-epoch: that epoch gets more batches. Leave the loop by state.batch instead: "
-                "if state.batch >= n: break"
-            )
-        if cycle in found:
-            warn(
-                "after a resume, itertools.cycle() repeats only the batches that were loaded since. Call "
-                "next() on a generator that is made before the loop over the epochs instead: "
-                "while True: yield from state.batches(...)"
-            )
+        for kind, what in _HOLDERS.items():
+            if kind in found:
+                warn(f"the loop over batches is {what} [R07]")
 
     def warn_of_left_after_save(self) -> None:
         """Warn of a break after `save()` in the same body: the checkpoint does not know of the break."""
@@ -78,7 +80,7 @@ class Habits:
             warn(
                 "the loop over batches was left right after save() in the same body: a resume from that "
                 "checkpoint continues with the next batch. Call save() after the loop instead, or leave the "
-                "loop at the top of a body."
+                "loop at the top of a body. [R02]"
             )
 
     def warn_of_late_step(self) -> None:
@@ -87,7 +89,7 @@ class Habits:
             self._has_ended_untrained = False
             warn(
                 "all batches of the epoch were asked for before the first of them was trained (by list(), "
-                "say): a checkpoint would count them all as done. Loop over state.batches() itself."
+                "say): a checkpoint would count them all as done. Loop over state.batches() itself. [R06]"
             )
 
 
@@ -97,7 +99,7 @@ def warn_of_draws_before_next(then: Mapping[str, Any], now: Mapping[str, Any]) -
         warn(
             "random numbers are drawn before next() is called on the iterator of state.batches(): a save "
             "in the body is exact, but where the loop saves by itself (every=, a signal) it does so in "
-            "next(), and a resume draws them again. Draw them after next(), or loop with for."
+            "next(), and a resume draws them again. Draw them after next(), or loop with for. [R08]"
         )
 
 
@@ -109,5 +111,5 @@ def warn_of_generator(asked_by: FrameType) -> None:
         warn(
             f"{code.co_name}() has asked for two batches, and nothing was trained on the first. If it looks "
             "one batch ahead, a resume leaves a batch out: hand it to "
-            f"state.batches(through={code.co_name}). If the script only skips the first one, nothing is lost."
+            f"state.batches(through={code.co_name}). If it only skips the first one, nothing is lost. [R06]"
         )

@@ -107,7 +107,7 @@ class LoaderPosition(EpochPlace):
             self.training.once.warn(
                 "an iterator over state.batches() goes on from epoch to epoch, which did not show before the "
                 "first epoch's end: a resume from a checkpoint saved there begins its pass anew. Loop over "
-                "state.epochs(), then what was made before it is known to go on.",
+                "state.epochs(), then what was made before it is known to go on. [R09]",
                 about="a pass that goes on",
             )
 
@@ -244,7 +244,7 @@ class LoaderPosition(EpochPlace):
         self._mark = self.source.mark() if self._has_marks else None
         for text, paths in left.items():
             if names := sorted(path[-1] for path in paths & drawing.drawn):
-                warn(f"the order of this epoch is drawn from generators ({', '.join(names)}) {text}")
+                warn(f"the order of this epoch is drawn from generators ({', '.join(names)}) {text} [R08]")
         return batches
 
     def began(self, loop: OpenLoop) -> None:

@@ -191,7 +191,7 @@ class Outside:
                 self._once.warn(
                     f"a DataLoader over {name} was not given to RunState, and the training is in the middle "
                     "of a pass over it: a resume from this checkpoint begins the pass again. Make it before "
-                    "RunState.load, give it there as loader=, and loop over state.batches()."
+                    "RunState.load, give it there as loader=, and loop over state.batches(). [R20]"
                 )
 
     def _begin_given(self, name: str, loader: DataLoader[Any]) -> Iterator[Any]:
@@ -213,7 +213,7 @@ class Outside:
         self._once.warn(
             f"{name} was given to RunState, and the script trains on its batches in a loop of its own: no "
             f"checkpoint knows where the loader stands. Loop over state.batches({short}) instead of the "
-            "loader, or do not give it to RunState."
+            "loader, or do not give it to RunState. [R20]"
         )
 
     def _refuse(self, name: str) -> None:
@@ -240,7 +240,7 @@ class Outside:
                 f"{waiting} DataLoaders over {_named(loader)} with persistent_workers=True look alike, "
                 f"and {saved} of them had begun when the checkpoint was saved: the first that is "
                 "iterated gets the saved state of the workers. If their order has changed, random numbers "
-                "differ: give each a generator=torch.Generator()."
+                "differ: give each a generator=torch.Generator(). [R21]"
             )
 
     def _warn_of_unseen(self) -> None:
@@ -261,7 +261,7 @@ class Outside:
         self._once.warn(
             f"a DataLoader over {_named(loader)} with persistent_workers=True {why}: it draws its seed once "
             "in each process, so random numbers differ after a resume. Iterate over a plain DataLoader, and "
-            "only after RunState.load, or leave out persistent_workers=True."
+            "only after RunState.load, or leave out persistent_workers=True. [R21]"
         )
 
 

@@ -40,7 +40,10 @@ class Loading:
         return self._at.load(self._batches, self._lap)
 
 
-_NOT_ONE_TO_ONE = "Where that is not one to one, give the thread to state.batches(through=...)."
+_BY_STEPS = (
+    "there a batch counts when the optimizer steps. If that is not one to one, give the thread to "
+    "state.batches(through=...). [R06]"
+)
 
 
 class CountedBySteps:
@@ -67,25 +70,18 @@ class CountedBySteps:
                 self._at.finish()
         else:
             self._at.training.once.warn(
-                "the optimizer has made more steps than another thread has loaded batches: there a batch "
-                f"counts when the optimizer steps. {_NOT_ONE_TO_ONE}",
+                f"the optimizer has made more steps than another thread has loaded batches: {_BY_STEPS}",
                 about="steps of another thread",
             )
 
     def warn_of_uncounted(self) -> None:
         """Warn, at an epoch's end, of batches that no step was made for."""
-        if self._at.ahead and self._has_ended:
-            warn(
-                f"{len(self._at.ahead)} batches of the epoch were loaded by another thread, and the "
-                "optimizer made no step for them: there a batch counts when the optimizer steps. "
-                f"{_NOT_ONE_TO_ONE}"
-            )
-        elif not self._has_ended:
-            warn(
-                "the epoch ended before another thread had come to the end of its batches: a resume in "
-                "mid-epoch does not know which of them were trained. Give the thread to "
-                "state.batches(through=...)."
-            )
+        count = len(self._at.ahead)
+        what = f"{count} batches of the epoch were loaded by another thread, and no step was made for them"
+        if not self._has_ended:
+            what = "the epoch ended before another thread had come to the end of its batches"
+        if count or not self._has_ended:
+            warn(f"{what}: {_BY_STEPS}")
 
     def refuse_to_leave_out(self) -> None:
         """Raise UsageError unless all batches are counted."""

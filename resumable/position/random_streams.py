@@ -315,8 +315,7 @@ class Streams(HeldGenerators):
         if self._is_in_first_lines and then not in ("", drawn) and not rng.is_same(self.body_start, now):
             warn(
                 "the lines before the loop over batches have drawn other random numbers than in the training "
-                "that was stopped, because they stand in a loop of your own. Loop over state.epochs(), which "
-                "knows where its body begins."
+                "that was stopped. Loop over state.epochs(), which knows where its body begins. [R08]"
             )
 
     def end_batches_by_hand(self) -> None:
@@ -345,7 +344,7 @@ class Streams(HeldGenerators):
             warn(
                 "the optimizer made a step after a resume, and no loop of RunState has begun: the random "
                 "generators were put back only now. Loop over state.epochs(), state.steps() or "
-                "state.batches(), or read state.step (or state.epoch) in the head of your own loop."
+                "state.batches(), or read state.step (or state.epoch) in the head of your own loop. [R08]"
             )
 
     def show_held(self, *, is_in_body: bool) -> None:
@@ -369,7 +368,7 @@ class Streams(HeldGenerators):
                 warn(
                     f"the loop over state.{left[0]}({left[1]}) was left before its end, and one over "
                     f"state.{kind}({total}) begins: a resume in the second one would enter the first one "
-                    "again. Say in state.vars which of them is due, and skip the others."
+                    "again. Say in a variable which of them is due, and skip the others. [R05]"
                 )
         self._loops_begun += 1
         return self._loops_begun - 1
@@ -383,7 +382,7 @@ class Streams(HeldGenerators):
             warn(
                 "random numbers were drawn between RunState.load and the first loop, and save() was called "
                 "there: a resume from that checkpoint draws different numbers. Call save() in the loop, or "
-                "draw before RunState.load."
+                "draw before RunState.load. [R08]"
             )
         self._first_save = None
         if self._loop_ends and len(self._loop_ends) == self._loops_begun and self._loop_ends[-1]:

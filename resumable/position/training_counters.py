@@ -226,7 +226,7 @@ class TrainingCounters:
             self.once.warn(
                 "save() in the body of epochs() says that the epoch is finished, and the training continues "
                 "in it: a resume from that checkpoint begins the next epoch, and leaves out the rest of this "
-                "one. Call save() at the end of the body, or loop over the data with state.batches().",
+                "one. Call save() at the end of the body, or loop over the data with state.batches(). [R04]",
                 about="what is lost",
             )
 

@@ -55,12 +55,11 @@ class LateChanges:
         if changed:
             self._once.warn(
                 f"{', '.join(changed)} changed after save() in the same body: a resume from checkpoint "
-                f"{save.number} would not have the change. Call save() last in the body.",
+                f"{save.number} would not have the change. Call save() last in the body. [R03]",
                 about="what is lost",
             )
         for part in self._parts.all:
-            for text in part.outgrown():
-                self._once.warn(text)
+            self._once.warn(*part.outgrown())
         return changed
 
 

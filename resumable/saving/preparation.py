@@ -25,7 +25,7 @@ class Preparation:
     def prepare(self, image: Image, *, is_first: bool) -> None:
         """Warn of a disk without room, and get the memory for the first save."""
         parts, crew = self._training.parts, self._training.crew
-        self.warn(parts.size() if parts.saves_all else 0)
+        self.warn_of_room(parts.size() if parts.saves_all else 0)
         size = parts.size_here() if parts.saves_all else 0
         if crew.writers > 1 and not parts.is_divided:
             # A share is made of whole blocks.
@@ -33,7 +33,7 @@ class Preparation:
         if size >= _WORTH_PREPARING and is_first:
             image.reserve(size + size // 1000)
 
-    def warn(self, size: int) -> None:
+    def warn_of_room(self, size: int) -> None:
         """Warn where the disk has no room for all that is to be kept, if a checkpoint takes `size` bytes."""
         run, options = self._training.run, self._training.options
         if not self._training.crew.leads or not os.path.isdir(run.path):

@@ -155,8 +155,7 @@ class Saving:
             self._image.catch_up()
             self._parts.refuse_hidden_gradients()
             trees, kinds = collect(self._parts)
-            for text in notes(self._parts):
-                self.once.warn(text)
+            self.once.warn(*notes(self._parts))
             whole, shards = split(self._parts, trees)
             groups = {**codec.to_groups(whole, self._crew.ranks.rank), **shards}
             if self._checks_replicas:
@@ -193,7 +192,7 @@ class Saving:
             self._writer.wait()
         except WrittenAround as exc:
             # It cannot happen again in this process, and would end each start at the same save.
-            self.once.warn(str(exc))
+            self.once.warn(f"{exc} [R19]")
         waited = time.perf_counter() - started
         if waited > A_LONG_WAIT:
             self.once.warn(

@@ -84,8 +84,7 @@ class Heads:
         self.body_ended()
         if not is_called or self._training.position.is_outside() or (script := self._script()) is None:
             return
-        for text in script.variables.places():
-            self._training.once.warn(text)
+        self._training.once.warn(*script.variables.places())
         script.expect(is_still=script.variables.is_last_in_body())
         self._training.position.ends_without_batches(script.variables.may_ask_again)
 
@@ -95,8 +94,8 @@ class Heads:
             self._training.script.expect(is_still=False)
 
     def _tell(self, problems: Sequence[str]) -> None:
-        for problem in problems:
-            self._training.once.warn(f"a variable of the script is not what it was saved as: {problem}")
+        what = "a variable of the script is not what it was saved as [R12]"
+        self._training.once.warn(*(f"{what}: {problem}" for problem in problems))
 
     def _contents(self) -> Iterator[tuple[str, object, object]]:
         """Yield what each model and optimizer was as it was loaded, and what it is."""

@@ -2,41 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+from ..position.position import Position
 from ..training import Training
+from ..variables.variables import IN_INNER_LOOP
 
 
-def warn(training: Training) -> None:
+def look(training: Training) -> None:
     """Warn of a `save()` in the script at a place where a resume cannot continue exactly."""
-    warn, position = training.once.warn, training.position
+    training.once.warn(*_found(training.position))
+
+
+def _found(position: Position) -> Iterator[str]:
     if any(loader.is_interrupted() for loader in position.loaders.values()):
-        warn(
+        yield (
             "saved while handling an exception that left the loop over the batches: that is not a "
-            "boundary, and a resume will not be bit for bit what an uninterrupted run does."
+            "boundary, and a resume may draw other numbers for the batch. [R10]"
         )
     position.was_saved()
     if position.streams.has_late_read():
-        warn(
+        yield (
             "random numbers were drawn between reading state.step (or another counter) and the loop that "
-            "begins with it: after a resume these draws differ, because the generators are put back at "
-            "the first such read. Read the counters in the head of the loop only, or use state.steps()."
+            "begins with it: a resume draws others. Read the counters in the head of the loop only, or use "
+            "state.steps(). [R08]"
         )
     if position.streams.has_unseen_loop():
-        warn(
-            "this script reads neither state.step (or another counter) nor state.vars, so that RunState "
-            "does not see where its loop begins: a resume puts the random generators back in load, and "
-            "what is drawn between load and the loop differs. Begin the loop with a counter, as in "
-            "range(state.step, total)."
+        yield (
+            "this script reads neither state.step (or another counter) nor state.vars, so RunState does not "
+            "see where its loop begins: a resume puts the random generators back in load, and what is drawn "
+            "until the loop differs. Begin it with a counter, as in range(state.step, total). [R08]"
         )
     if position.is_in_inner_loop():
-        warn(
-            "save() in a loop over batches that runs in the body of another such loop counts the outer "
-            "batch as done: a resume continues with the next one, and loses the rest of the inner loop. "
-            "Call save() in the outer loop, after the inner one."
-        )
+        yield IN_INNER_LOOP
     if unlooped := position.unlooped():
         names = ", ".join(name.removeprefix("loader.") for name in unlooped)
-        warn(
+        yield (
             f"save() in the body of epochs() says that the epoch is finished, and {names} has not been "
-            "looped over in it: a resume begins the next epoch. If it is due in this epoch, call save() "
-            "in or after its loop."
+            "looped over in it. If it is due in this epoch, call save() in or after its loop. [R04]"
         )

@@ -145,7 +145,7 @@ class Resuming:
             what = "a gradient scaler" if name == "scaler" else "another optimizer"
             self._saving.once.warn(
                 f"the optimizer steps by {what}, which the checkpoint lacks ({name}): it begins as the "
-                "script makes it.",
+                "script makes it. [R13]",
                 about=f"missing {name}",
             )
 
@@ -153,8 +153,7 @@ class Resuming:
         if reading.without_device:
             self._saving.once.warn(
                 f"the training that saved used {', '.join(reading.without_device)}, and this one uses fewer "
-                "devices: the state of those random generators is not restored, so what is drawn on a device "
-                "differs. Resume with as many devices for the same numbers.",
+                "devices: what is drawn on a device differs. Resume with as many for the same numbers. [R28]",
                 about="generators without a device",
             )
 
@@ -162,9 +161,8 @@ class Resuming:
         """Warn if a resume cannot restore the dropout of a recurrent layer."""
         if self._parts.has_dropout_in_cudnn():
             self._saving.once.warn(
-                "cuDNN hides the state of the dropout in nn.LSTM, nn.GRU and nn.RNN, so that this dropout "
-                "differs after a resume. For an exact resume set "
-                "torch.backends.cudnn.enabled = False, or give these layers dropout=0.",
+                "cuDNN hides the state of the dropout in nn.LSTM, nn.GRU and nn.RNN, which differs after a "
+                "resume. Set torch.backends.cudnn.enabled = False, or give these layers dropout=0. [R18]",
                 about="dropout in cuDNN",
             )
 
@@ -207,7 +205,7 @@ class Resuming:
         if now < then and self._crew.is_first and self._position.means and not is_finished:
             self._saving.once.warn(
                 f"state.means lacks what {then - now} of the {then} processes have summed up so far: until "
-                "the next epoch (or means.reset()) its values are those of the others."
+                "the next epoch (or means.reset()) its values are those of the others. [R28]"
             )
 
     def go_back(

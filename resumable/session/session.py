@@ -152,7 +152,7 @@ class Session:
         self.saving.note_start(told)
         # What was pruned may be in a remote under its number: the next save must not take its place there.
         crew.count_from(ranks.first("the numbers", lambda: self.saving.history.highest))
-        self.saving.preparation.warn(found[0].about.size)
+        self.saving.preparation.warn_of_room(found[0].about.size)
         self.saving.prepare()
         self._begin_trace()
         line = self.resuming.line("resumed", found[0], started, "from", self.resuming.variables(fit))
@@ -171,7 +171,7 @@ class Session:
         self.own()
         self.training.position.streams.begin()
         self.saving.note_start({})
-        self.saving.preparation.warn(self.training.parts.size())
+        self.saving.preparation.warn_of_room(self.training.parts.size())
 
     def _begin_trace(self) -> None:
         if self.trace:
@@ -184,8 +184,7 @@ class Session:
 
     def _warn_of_loaders(self) -> None:
         for loader in self.training.position.loaders.values():
-            for text in loader_warnings.of(loader.source.loader):
-                self.training.once.warn(text)
+            self.training.once.warn(*loader_warnings.of(loader.source.loader))
 
     def _count_on(self) -> None:
         position = self.training.position

@@ -97,7 +97,7 @@ class StepCounter:
             self._saving.once.warn(
                 f"a CUDA graph is captured with {name}, whose learning rate is a number, or a tensor on the "
                 "CPU: the graph keeps the one of the capture, whatever the scheduler does, and a resume "
-                'captures another. Make it lr=torch.tensor(1e-3, device="cuda"), capturable=True.',
+                'captures another. Make it lr=torch.tensor(1e-3, device="cuda"), capturable=True. [R17]',
                 about="a captured learning rate",
             )
 

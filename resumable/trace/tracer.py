@@ -69,7 +69,7 @@ class Trace:
             return digest.soon(batch, digest.MOST)
         except Exception as exc:
             # A batch can be any object, and must not end the training.
-            self._once.warn(_unseen("the batches", type(batch), exc), "batches")
+            self._warn_of_unseen("the batches", type(batch), exc)
             return digest.of(type(batch).__qualname__)
 
     def note(self, values: Mapping[str, Any]) -> None:
@@ -78,7 +78,7 @@ class Trace:
             try:
                 self._noted[name] = _noted(value)
             except Exception as exc:
-                self._once.warn(_unseen(f"note({name}=...)", type(value), exc), f"noted {name}")
+                self._warn_of_unseen(f"note({name}=...)", type(value), exc)
 
     def saved(self, metrics: Mapping[str, float]) -> None:
         """Note the metrics of a save."""
@@ -158,9 +158,14 @@ class Trace:
         try:
             parts = self._parts_by_name() if begins else self._digests()
         except Exception as exc:
-            self._once.warn(_unseen("the parts", None, exc), "parts")
+            self._warn_of_unseen("the parts", None, exc)
             parts = {}
         return Record(at, why, batches, parts=parts, more=more)
+
+    def _warn_of_unseen(self, what: str, kind: type | None, exc: Exception) -> None:
+        of_kind = f" ({kind.__module__}.{kind.__qualname__})" if kind else ""
+        text = f"the trace cannot tell {what}{of_kind} apart: {type(exc).__name__}: {exc}"
+        self._once.warn(text, about=what)
 
     @no_garbage_collection()
     @torch.inference_mode(False)
@@ -323,11 +328,6 @@ def _of_late(value: Any) -> Any:
 def _of_noted(value: Any) -> Any:
     found = _of_late(value)
     return f"{_DIGEST}{found}" if found is not value and isinstance(found, str) else found
-
-
-def _unseen(what: str, kind: type | None, exc: Exception) -> str:
-    of_kind = f" ({kind.__module__}.{kind.__qualname__})" if kind else ""
-    return f"the trace cannot tell {what}{of_kind} apart: {type(exc).__name__}: {exc}"
 
 
 def here(position: Position) -> At:

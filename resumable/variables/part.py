@@ -112,7 +112,7 @@ class ScriptPart(Part):
         """Yield what the last look could not store."""
         if lost := self.variables.lost:
             rows = "".join(f"\n  {where}: {why}" for where, why in lost)
-            yield f"the loop changes variables of the script that no checkpoint can have:{rows}"
+            yield f"the loop changes variables of the script that no checkpoint can have [R11]:{rows}"
 
     def differences(self, saved: Saved, built: Mapping[str, Any]) -> Iterator[Difference]:
         """Yield that it is not what a look stores."""

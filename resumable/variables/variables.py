@@ -28,11 +28,11 @@ _ASKING = frozenset({"batches", "enumerate", "next"})
 _MAY_BE_LEFT = (
     "this loop may be left by a break or a return behind save() in the same body: a resume from that "
     "checkpoint does not know of it, and trains on. Decide at the top of a body, by a variable that was set "
-    "before save()."
+    "before save(). [R02]"
 )
-_IN_INNER_LOOP = (
+IN_INNER_LOOP = (
     "save() is called in a loop inside of the body: a resume goes on behind that body, and leaves out what "
-    "is left of the inner loop. Call save() behind it."
+    "is left of the inner loop. Call save() behind it. [R01]"
 )
 _BEHIND_YIELD = "what it does behind the yield that hands a batch on: a resume leaves that out for this batch"
 
@@ -308,7 +308,7 @@ class Variables:
             if heads and ahead.may_leave(code, at, heads):
                 yield _MAY_BE_LEFT
             if ahead.is_in_inner_loop(code, at, heads) if heads else bytecode.is_in_loop(code, at):
-                yield _IN_INNER_LOOP
+                yield IN_INNER_LOOP
             if heads:
                 return
 

@@ -22,7 +22,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, TensorDataset
 
-from resumable import ResumableError, ResumableWarning
+from resumable import ResumableError, ResumableWarning, errors
 from resumable.cli import app
 
 PAGES = sorted(path.relative_to(ROOT).as_posix() for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -192,6 +192,21 @@ def test_every_error_is_on_the_page_of_the_errors() -> None:
 
     kinds = [*ResumableError.__subclasses__(), ResumableWarning]
     assert sorted(headings) == sorted(kind.__name__ for kind in kinds)
+
+
+def test_every_numbered_warning_is_issued_tested_and_on_the_page() -> None:
+    numbers = re.findall(r"^(R\d\d) \|", errors.__doc__ or "", re.MULTILINE)
+    assert numbers == [f"R{number:02}" for number in range(1, len(numbers) + 1)]
+    assert len(numbers) <= 30
+
+    package, tests = (
+        "".join(path.read_text(errors="replace") for path in (ROOT / folder).rglob("*.py"))
+        for folder in ("resumable", "tests")
+    )
+    assert {*re.findall(r"\[(R\d\d)\]", package)} == {*numbers}
+    assert {*re.findall(r"R\d\d(?!\d)", tests)} >= {*numbers}
+    page = (ROOT / "docs" / "guide" / "inexact.md").read_text()
+    assert re.findall(r'<a id="(r\d\d)"></a>', page) == [*map(str.lower, numbers)]
 
 
 @pytest.mark.heavy

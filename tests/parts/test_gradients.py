@@ -313,7 +313,7 @@ def test_gradients_that_are_kept_from_a_late_step_on_are_reported(run_dir: Path)
             if step != 6:
                 objects["optimizer"].zero_grad()
             if step == 6:
-                with pytest.warns(ResumableWarning, match="this script keeps gradients after a step"):
+                with pytest.warns(ResumableWarning, match="this script keeps gradients after a step.*R14"):
                     backward(objects, torch.ones(1, 2))
             else:
                 backward(objects, torch.ones(1, 2))
@@ -321,31 +321,6 @@ def test_gradients_that_are_kept_from_a_late_step_on_are_reported(run_dir: Path)
             state.save()
 
     assert saved(run_dir) != []
-
-
-WINDOW_OF_ANOTHER = (
-    r"\(SGD\) trains a model that was given .* the gradients of that window are in no checkpoint"
-)
-
-
-@pytest.mark.parametrize("saved_at", [1, 3, 5])
-@pytest.mark.parametrize("is_kept", [True, False], ids=["in place", "to none"])
-def test_a_window_of_a_foreign_optimizer_is_warned_of(run_dir: Path, saved_at: int, is_kept: bool) -> None:
-    objects = make()
-    optimizer = objects.pop("optimizer")
-
-    def train() -> None:
-        with RunState.load(run_dir, **objects) as state:
-            for number in range(state.step, 6):
-                backward(objects, torch.ones(1, 2))
-                if number % 2:
-                    optimizer.step()
-                    optimizer.zero_grad(set_to_none=not is_kept)
-                elif number == saved_at - 1:
-                    state.save()
-
-    with pytest.warns(ResumableWarning, match=WINDOW_OF_ANOTHER):
-        train()
 
 
 @pytest.mark.parametrize("is_kept", [True, False], ids=["in place", "to none"])

@@ -324,6 +324,7 @@ def test_a_resume_in_mid_epoch_tells_of_threads_too(run_dir: Path) -> None:
         (told,) = trained(run_dir, lambda: InThread(range(6)), [stop], nothing)
 
         assert "starts threads as it is looped over (loads ahead)" in told
+        assert "[R25" in told
 
 
 class Numbers(Dataset[int]):

@@ -14,7 +14,7 @@ from torch import nn
 from resumable import ResumableWarning, RunState
 from resumable.saving.unseen_optimizers import Others
 
-ENDED = r"says that the epoch is finished, and the training continues in it"
+ENDED = r"says that the epoch is finished, and the training continues in it.*R04"
 
 
 class Script:

@@ -229,6 +229,7 @@ def test_a_captured_learning_rate_that_a_scheduler_changes_is_warned_of(
 
     assert len(texts) == is_told
     assert all("captured with optimizer, whose learning rate is a number" in text for text in texts)
+    assert all("[R17" in text for text in texts)
 
 
 @pytest.mark.heavy

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import random
 import struct
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -16,7 +15,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from ...errors import ResumableWarning
+from ...errors import warn
 from ...progress import counted
 from ..generators import search, worker_rng
 from ..generators.worker_rng import States, Watch
@@ -202,11 +201,9 @@ class StreamEnded(Exception):
 def put_back(generators: States, root: object) -> None:
     """Put the generators of this process into these states."""
     if lost := worker_rng.restore(generators, root):
-        warnings.warn(
+        warn(
             f"the generators {', '.join(lost)} were there when the checkpoint was made, and are not there "
-            "when a worker begins: what they draw is not what it would have been.",
-            ResumableWarning,
-            stacklevel=2,
+            "when a worker begins: what they draw is not what it would have been. [R23]"
         )
 
 

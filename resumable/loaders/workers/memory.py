@@ -57,7 +57,7 @@ def warning(loader: str, attribute: str) -> str:
     return (
         f"{loader}.{attribute} changes as batches are loaded in a worker, and is in no checkpoint: a resume "
         f"begins it again. If what is loaded depends on it, give the {role} state_dict() and "
-        "load_state_dict() with it."
+        "load_state_dict() with it. [R22]"
     )
 
 
