@@ -32,7 +32,7 @@ class LateChanges:
             return
         is_finished = boundary is Boundary.EPOCH
         sums = None if is_finished else position.means.version
-        self.save = _Save(number, position.step, position.body(), sums, LastSave(trees, taken))
+        self.save = _Save(number, position.work(), position.body(), sums, LastSave(trees, taken))
 
     def forget(self) -> None:
         """Compare with no save: its memory is needed, or the training was restored to another place."""
@@ -44,7 +44,7 @@ class LateChanges:
         if save is None or save.body != self._position.body():
             return []
         # A fused optimizer changes tensors without counting it, so steps are looked at too.
-        stepped = self._parts.trained() if self._position.step > save.step else []
+        stepped = self._parts.trained() if self._position.work() > save.work else []
         changed = []
         self._image.catch_up()
         # The writer reports what went wrong with the image.
@@ -65,7 +65,7 @@ class LateChanges:
 
 class _Save(NamedTuple):
     number: int
-    step: int
+    work: tuple[int, int, int]
     body: Any
     sums: int | None
     """The version of the means; None if the epoch is finished, which has no more use for them."""

@@ -67,3 +67,15 @@ def test_a_step_right_after_a_save_is_not_in_it(run_dir: Path) -> None:
         optimizer.step()
         state.restore(1, only="model")
         assert (model.weight == -1).all()
+
+
+def test_a_step_without_an_update_is_no_change_after_its_save(run_dir: Path) -> None:
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    with RunState.load(run_dir, model=model, optimizer=optimizer, every=2) as state:
+        for step in state.steps(2):
+            if step == 0:
+                model(torch.ones(1)).backward()
+                optimizer.step()
+        state.save().wait()
+    assert state.step == 2
