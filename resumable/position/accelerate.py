@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import sys
 from collections.abc import Iterable, Mapping
-from itertools import compress
 from typing import Any
 
 from ..errors import Once
 from ..loaders import wrappers
+from ..variables.script import frames
 from .loader_position import LoaderPosition
 
 
@@ -87,7 +86,7 @@ class Accelerate:
             return []
         if self._found is None:
             ours = {id(wrappers.inside(optimizer)) for optimizer in self._optimizers}
-            self._found = [one for one in _instances(kind) if ours & _prepared(one)]
+            self._found = [one for one in frames.instances(kind) if ours & _prepared(one)]
         return self._found
 
 
@@ -120,8 +119,3 @@ def _gradient_state() -> Any:
 
 def _prepared(accelerator: Any) -> set[int]:
     return {id(wrappers.inside(optimizer)) for optimizer in accelerator._optimizers}
-
-
-def _instances(kind: type) -> list[Any]:
-    objects = gc.get_objects()
-    return [*compress(objects, map({kind}.__contains__, map(type, objects)))]

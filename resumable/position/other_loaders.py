@@ -8,7 +8,6 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import compress
 from multiprocessing import util
 from types import FrameType
 from typing import Any
@@ -20,6 +19,7 @@ from ..loaders.generators import rng
 from ..loaders.loader_source import LoaderSource
 from ..loaders.workers import torch_iterators
 from ..loaders.workers.states import Standings
+from ..variables.script import frames
 
 Hook = Callable[[], None]
 
@@ -94,10 +94,7 @@ class Outside:
         if not self._is_hooked:
             torch_iterators.hook(self)
             self._is_hooked = True
-        # The search takes some 100 ms.
         if self._restored or any(child.daemon for child in multiprocessing.active_children()):
-            # Loaders that are no longer referenced are not the script's.
-            gc.collect()
             for loader in _persistent():
                 if not any(loader is source.loader for source in self._given.values()):
                     self._adopt(loader)
@@ -325,9 +322,7 @@ def _is_asked_by_us() -> bool:
 
 
 def _persistent() -> list[DataLoader[Any]]:
-    objects = gc.get_objects()
-    kinds = _kinds(DataLoader)
-    found = compress(objects, map(kinds.__contains__, map(type, objects)))
+    found = frames.instances(*_kinds(DataLoader))
     return [loader for loader in found if _persists(loader) and not torch_iterators.is_copy(loader)]
 
 

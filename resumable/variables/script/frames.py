@@ -6,10 +6,12 @@ import ctypes
 import inspect
 import sys
 from collections.abc import Iterator, Mapping
-from types import CodeType, FrameType
+from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
-from ...objects import own
+from ...objects import kinds, own, slots
+
+_STEPS, _MOST = 4, 1000
 
 
 def own_frames(frame: FrameType | None) -> list[FrameType]:
@@ -52,6 +54,26 @@ def variables(frame: FrameType) -> dict[str, Any]:
     if sys.version_info < (3, 13) and is_function(frame) and sys.getrefcount(held) <= 3:
         held.clear()
     return found
+
+
+def instances(*of: type) -> list[Any]:
+    """Return the objects of some classes that variables of the script lead to in a few steps."""
+    modules = [one for one in [*sys.modules.values()] if type(one) is ModuleType and own.is_own_module(one)]
+    level: list[Any] = [*map(vars, modules), *map(variables, own_frames(inspect.currentframe()))]
+    found, wanted = dict[int, Any](), {*map(id, of)}
+    for _ in range(_STEPS):
+        level = [inner for one in level for inner in _inside(one)]
+        found |= {id(one): one for one in level if id(type(one)) in wanted}
+    return [*found.values()]
+
+
+def _inside(value: Any) -> list[Any]:
+    if type(value) in (list, tuple):
+        return kinds.held_in(value)[:_MOST]
+    if type(value) is dict:
+        return [one for _, one in kinds.entries_of(value)[:_MOST]]
+    is_code = issubclass(type(value), (ModuleType, FunctionType, type))
+    return [] if is_code else [*slots.attributes(value).values()]
 
 
 def bind(frame: FrameType, values: Mapping[str, Any]) -> None:
