@@ -237,7 +237,8 @@ class CountedLoops(TrainingCounters):
             return
         for at in self._known.all:
             at.habits.warn_of_left_after_save()
-            if at.is_open:
+            # After a resume a generator of the script's may not have opened its loop again.
+            if at.is_open or at.is_awaited:
                 at.go_on_endlessly()
         self._begin_epoch(self.epoch + 1, is_new_body=False)
 

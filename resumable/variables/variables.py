@@ -20,7 +20,7 @@ from .owned import Owned
 from .passes import Pass
 from .putting import Putting
 from .running import Running
-from .script import ahead, bytecode, enumerates, frames
+from .script import ahead, asking, bytecode, enumerates, frames
 
 _STARTED = time.time()
 _ASKING = frozenset({"batches", "enumerate", "next"})
@@ -233,7 +233,8 @@ class Variables:
         """Yield the iterators that were there before the loop, and may be asked in it."""
         for name, one in namespace.variables.items():
             may_be_read = namespace.may_be_read is None or name in namespace.may_be_read
-            if may_be_read and base.marks.get(name) == mark(one) and (what := signs.begun(one)):
+            is_there = may_be_read and base.marks.get(name) == mark(one)
+            if is_there and (what := signs.begun(one)) and not _may_begin_again(one):
                 yield name, f"{what} that was made before the loop"
 
     def _imported(self, running: Iterable[Running]) -> Iterator[tuple[str, str]]:
@@ -369,6 +370,10 @@ class Variables:
 
     def _heads_in(self, key: str) -> frozenset[int]:
         return self._bases[key].heads if key in self._bases else frozenset()
+
+
+def _may_begin_again(iterator: Any) -> bool:
+    return type(iterator) is GeneratorType and asking.may_begin_again(iterator)
 
 
 def _numbering(around: Iterable[Any]) -> list[enumerate[Any]]:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import dis
 import gc
+import inspect
 import sys
 from collections.abc import Iterator
 from itertools import count, cycle, islice
 from types import CodeType, FrameType, GeneratorType
 from typing import Any
+
+from ...objects import own
+from . import ahead, bytecode
 
 _LIBRARY = __name__.partition(".")[0] + "."
 _COUNTERS: tuple[type, ...] = (type(iter(range(0))), type(iter([])), count)
@@ -64,3 +68,24 @@ def _referrers(value: Any) -> list[Any]:
 def generators_in(variables: dict[str, Any]) -> list[GeneratorType[Any, Any, Any]]:
     """Return the generators among variables."""
     return [one for one in variables.values() if type(one) is GeneratorType]
+
+
+def may_begin_again(generator: GeneratorType[Any, Any, Any]) -> bool:
+    """Whether a generator that is made again gives what this one gives next.
+
+    One that has not begun does, and one that hands our batches on, keeps nothing and has nothing left to do.
+    """
+    frame, code = generator.gi_frame, generator.gi_code
+    if frame is None or generator.gi_running:
+        return False
+    if inspect.getgeneratorstate(generator) == inspect.GEN_CREATED:
+        return True
+    kept = bytecode.live_before(code)[frame.f_lasti] & {*code.co_varnames, *code.co_cellvars}
+    heads = frozenset(begin for begin, _ in bytecode.loops(code))
+    held = [type(one) for one in gc.get_referents(generator, frame) if issubclass(type(one), Iterator)]
+    return (
+        bool(held)
+        and all(own.module_of(one).startswith(_LIBRARY) for one in held)
+        and kept.isdisjoint(bytecode.assigned(code))
+        and not ahead.runs_behind(frame, heads)
+    )

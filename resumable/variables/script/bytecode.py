@@ -144,6 +144,12 @@ def is_in_loop(code: CodeType, offset: int | None) -> bool:
 
 
 @by_code
+def assigned(code: CodeType) -> frozenset[str]:
+    """Return the variables that code assigns."""
+    return frozenset(name for one in dis.get_instructions(code) for name in accesses(one)[1])
+
+
+@by_code
 def assigned_in_loops(code: CodeType) -> frozenset[str]:
     """Return the variables that code assigns in a loop, or that functions inside of it assign."""
     found = set(assigned_inside(code))
