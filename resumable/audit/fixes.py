@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..objects import kinds
+from ..objects import contents, kinds
 
 _SLOTS: tuple[tuple[str, type], ...] = (
     ("optimizer", torch.optim.Optimizer),
@@ -49,7 +49,7 @@ def of_value(code: str, value: Any) -> str:
     for slot, base in _SLOTS:
         if isinstance(value, base):
             return f"{slot}={code}"
-    if kinds.is_atom(value) or kinds.kind_of(value) in ("tensor", "array", "enum"):
+    if contents.is_atom(value) or kinds.kind_of(value) in ("tensor", "array", "enum"):
         return f'state.vars["{leaf}"]'
     return f'extra={{"{leaf}": {code}}}'
 

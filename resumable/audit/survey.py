@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from ..files import fingerprint
 from ..files.strict_json import Json
 from ..files.threads import no_garbage_collection
 from ..objects import contents, kinds, walks
@@ -102,7 +103,7 @@ class _Survey:
         self._owned = owned = script.owned()
         namespaces = script.variables.namespaces(owned)
         self._read = {one.key: one.may_be_read for one in namespaces} if _script_of(parts) else {}
-        self._look = Look(owned, {})
+        self._look = Look(owned)
         self._items: dict[str, _Item] = {}
         self._prefixes = _prefixes(namespaces)
         for one in namespaces:
@@ -124,13 +125,13 @@ class _Survey:
             home = _home(node)
             self._add_piece(home, node, _digest_of(self._look, node))
         elif node.kind in _WHOLE:
-            told = contents.state_of(node.value) if node.kind == "generator" else repr(node.value)
+            told = contents.of_generator(node.value) if node.kind == "generator" else repr(node.value)
             self._add_piece(node, node, digest.of(told))
         elif libraries.has_state(node.value, node.kind) and self._owned.covered(node.value) is None:
             self._add_piece(node, node, repr(libraries.state_content(node.value).whole))
         elif node.kind in _WITH_ATTRIBUTES and not (node.kind == "library" and self._look.is_leaf(node)):
             covered = self._owned.covered(node.value) or ()
-            for step, value in kinds.everything(node.value, node.kind):
+            for step, value in kinds.look_into(node.value).steps():
                 if step.name not in covered and not str(step.name).startswith(_NO_STATE):
                     self._add_plain(f"{self._name(node)}{step}", value)
 
@@ -143,7 +144,7 @@ class _Survey:
             item.pieces.append(f"{str(node)[len(str(home)) :]} {told}")
 
     def _add_plain(self, name: str, value: Any, root: Step | None = None) -> None:
-        if kinds.is_atom(value) or kinds.kind_of(value) == "enum":
+        if contents.is_atom(value) or kinds.kind_of(value) == "enum":
             self._items.setdefault(name, _Item(value, root, [digest.of(_plain(value))]))
 
     def _name(self, node: Node) -> str:
@@ -192,23 +193,23 @@ def _digest_of(look: Look, node: Node) -> str:
     value = node.value
     if node.kind == "tensor":
         with torch._C.DisableTorchFunctionSubclass():
-            return repr(contents.digest_of_tensor(value))
+            return repr(fingerprint.of_tensor(value))
     if node.kind == "buffer":
         return digest.of(bytes(value))
     if node.kind == "array":
         if value.dtype.hasobject:
-            return f"{value.shape} {_digest_of_items(kinds.flat(value).tolist())}"
+            return f"{value.shape} {_digest_of_items(fingerprint.flat(value).tolist())}"
         # A file may be far larger than the memory.
-        return repr(contents.mapped(value)) if contents.mapped(value) else digest.of(np.asarray(value))
+        return repr(fingerprint.mapped(value)) if fingerprint.mapped(value) else digest.of(np.asarray(value))
     if node.kind == "list" and look.table(value) is not None:
-        return repr(look.content_of(node).whole)
+        return repr(look.content(node).whole)
     if node.kind == "dict":
-        return _digest_of_items([one for pair in kinds.entries_of(value) for one in pair])
+        return _digest_of_items([one for pair in kinds.items_of(value) for one in pair])
     if node.kind == "set":
         # Their order is another in every process.
-        told = (repr(contents.mark(_plain(one))) for one in kinds.held_in(value))
+        told = (repr(contents.mark(_plain(one))) for one in kinds.items_of(value))
         return digest.of(sorted(told))
-    return _digest_of_items(kinds.held_in(value))
+    return _digest_of_items(kinds.items_of(value))
 
 
 def _digest_of_items(held: list[Any]) -> str:
@@ -217,7 +218,7 @@ def _digest_of_items(held: list[Any]) -> str:
 
 def _plain(value: Any) -> Any:
     """Return an atom as it is, and the class of any other object, which is told by itself."""
-    if kinds.is_atom(value):
+    if contents.is_atom(value):
         return value
     member = f".{value._name_}" if kinds.kind_of(value) == "enum" else ""
     return type(value).__qualname__ + member

@@ -1,27 +1,28 @@
-"""What an object is made of: its kind, and the objects in it with the step that leads to each."""
+"""What an object is made of: one table of kinds, with how each is looked into."""
 
 from __future__ import annotations
 
 import array
 import collections
 import contextlib
-import datetime
 import enum
 import functools
 import itertools
-import pathlib
 import random
 import types
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import xxhash
 
-from . import own, slots
+from ..files import fingerprint
+from . import contents, own, slots
+from .contents import ATOMS, Content, is_atom, mark, row
 
 Kind = str
-"""One of the words that `kind_of` returns."""
+"""The first word of a row of the table."""
 
 
 class Step(NamedTuple):
@@ -38,186 +39,119 @@ class Step(NamedTuple):
 
 _TEXTS = {
     **dict.fromkeys(("attribute", "_parameters", "_buffers", "_modules", "method"), ".{}"),
-    **{"": "{}", "key": "[{!r}]", "item": "[{}]", "cell": ".<{}>", "value": ".values()[{}]"},
+    **{
+        "": "{}",
+        "__class__": ".{}",
+        "key": "[{!r}]",
+        "item": "[{}]",
+        "cell": ".<{}>",
+        "value": ".values()[{}]",
+    },
 }
-T = TypeVar("T")
-_BASES: tuple[Any, ...] = (list, collections.deque, tuple, set, frozenset)
-ATOMS = frozenset(
-    {type(None), bool, int, float, complex, str, bytes, range, slice, type(...), type(NotImplemented)}
-    | {torch.dtype, torch.device, torch.layout, torch.memory_format}
-    | {datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone}
-    | {pathlib.PosixPath, pathlib.WindowsPath, pathlib.PurePosixPath, pathlib.PurePosixPath}
-)
-"""What has no objects in it, and never changes."""
-_KEYS = (bool, int, float, str, bytes, type(None))
-_BY_TYPE: dict[type, Kind] = {
-    **dict.fromkeys(ATOMS, "atom"),
-    **dict.fromkeys((list, collections.deque), "list"),
-    **dict.fromkeys((tuple, torch.Size), "tuple"),
-    **dict.fromkeys((dict, collections.OrderedDict, collections.defaultdict, collections.Counter), "dict"),
-    **dict.fromkeys((set, frozenset), "set"),
-    **dict.fromkeys((bytearray, array.array), "buffer"),
-    **dict.fromkeys(
-        (random.Random, np.random.Generator, np.random.RandomState, torch.Generator), "generator"
-    ),
-    np.ndarray: "array",
-    itertools.count: "count",
-    types.FunctionType: "function",
-    types.MethodType: "method",
-    functools.partial: "partial",
-    types.ModuleType: "module",
-    types.SimpleNamespace: "object",
-}
-_BY_ID = {id(of): kind for of, kind in _BY_TYPE.items()}
-"""By the identity of the class: a metaclass may have a hash of its own."""
-_BY_BASE: tuple[tuple[type, Kind], ...] = (
-    # They have no shape yet.
-    (torch.nn.UninitializedParameter, "library"),
-    (torch.nn.UninitializedBuffer, "library"),
-    (torch.Tensor, "tensor"),
-    (torch.nn.Module, "network"),
-    (np.generic, "atom"),
-    (np.ndarray, "array"),
-    (enum.Enum, "enum"),
-    (type, "class"),
-    (types.ModuleType, "module"),
-    (tuple, "tuple"),
-)
-_HOOKS_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-_OF_NETWORKS = frozenset(vars(torch.nn.Module()))
+_TOLD_BY_WHOLE = {"item", "__class__"}
+KEYS = frozenset({bool, int, float, str, bytes, type(None)})
+"""The types of keys that a path can have."""
+_CONTAINERS = (collections.OrderedDict, dict, list, collections.deque, tuple, set, frozenset)
+_OF_NETWORKS = frozenset(vars(torch.nn.Module())) - {"training"}
 _TENSORS = ("_parameters", "_buffers", "_modules")
-_ATTRIBUTES = {"method": ("__self__", "__func__"), "partial": ("func", "args", "keywords")}
+_METHODS = (types.FunctionType, property, classmethod, staticmethod, *slots.DESCRIPTORS)
+
+
+class Inside(NamedTuple):
+    """What is in an object, as it is just now."""
+
+    groups: Mapping[str, Mapping[Any, Any]]
+    """What is in it by name, for each way in which a path goes on."""
+    whole: Callable[[], Hashable] = tuple
+    """Returns what counts beside the groups: it may take long."""
+
+    def steps(self) -> Iterator[tuple[Step, Any]]:
+        """Yield what is in it with the steps that lead there; the atoms of a list may be left out."""
+        for how, held in self.groups.items():
+            yield from ((Step(how, name), one) for name, one in held.items())
+
+    def children(self) -> Iterator[tuple[Step, Any]]:
+        """Yield the objects that are in it with the steps that lead there; none that is an atom."""
+        for how, held in self.groups.items():
+            # Millions of numbers are no steps: their types are found in one call.
+            if not ATOMS.issuperset(map(type, held.values())):
+                for name, one in held.items():
+                    if type(one) not in ATOMS and not is_atom(one):
+                        yield Step(how, name), one
+
+    def content(self) -> Content:
+        """Return what of it counts: by name, where these are not too many."""
+        held = {how: some for how, some in self.groups.items() if how not in _TOLD_BY_WHOLE}
+        many = [how for how, some in held.items() if len(some) > contents.MOST_ITEMS]
+        digests = [row([*half]) for how in many for half in (held[how], held.pop(how).values())]
+        return Content(
+            (self.whole(), *digests),
+            {how: {name: mark(one) for name, one in some.items()} for how, some in held.items()},
+        )
 
 
 def kind_of(value: object) -> Kind:
-    """Return the kind of an object; "library" if its class is neither listed here nor the script's.
+    """Return the kind of an object; "library" if its class is neither in the table nor the script's.
 
     >>> kind_of([1]), kind_of(1), kind_of(torch.zeros(1)), kind_of(len)
     ('list', 'atom', 'tensor', 'library')
     """
     # The class is asked, not the object: a proxy may refuse to answer.
-    return _BY_ID.get(id(type(value))) or _kind_of_class(type(value))
+    return _row_of(type(value))[0]
 
 
-@own.by_class
-def _kind_of_class(of: type) -> Kind:
-    other = "object" if own.is_own_class(of) else "library"
-    return next((kind for base, kind in _BY_BASE if issubclass(of, base)), other)
+def look_into(value: Any) -> Inside:
+    """Return what is in an object. No code of the script runs.
 
+    Containers are copied by the methods of Python's own classes, in one call that no other thread interrupts.
+    Of a library only the objects are looked into, not its classes and modules.
 
-def children(value: Any, kind: Kind | None = None) -> list[tuple[Step, Any]]:
-    """Return the objects in an object, each with its step; none of what is an atom.
-
-    No code of the script runs. Containers are copied by the methods of Python's own classes, in one call that
-    no other thread interrupts. Of a library only the objects are looked into, not its classes and modules.
-
-    >>> [(str(step), child) for step, child in children({"a": 1, "b": [2]})]
+    >>> [(str(step), child) for step, child in look_into({"a": 1, "b": [2]}).children()]
     [("['b']", [2])]
     """
-    kind = kind or kind_of(value)
-    if kind in ("object", "library"):
-        held = {name: one for name, one in slots.attributes(value).items() if not is_atom(one)}
-        return [*_named(held), *(one for one in _inherited(value) if not is_atom(one[1])), *_own_class(value)]
-    return [(step, child) for step, child in everything(value, kind) if not is_atom(child)]
+    return _row_of(type(value))[1](value)
 
 
-def is_atom(value: object) -> bool:
-    """Whether a value has no objects in it, and never changes; a tuple of atoms is one."""
-    of = type(value)
-    if of is tuple:
-        return all(map(is_atom, value))  # type: ignore[call-overload]
-    return of in ATOMS or issubclass(of, np.generic)
+def content(value: Any) -> Content:
+    """Return what of an object counts.
+
+    >>> before, same, other = content([1, 2.0]), content([1, 2.0]), content([1, 2])
+    >>> before == same, before == other
+    (True, False)
+    """
+    return look_into(value).content()
 
 
-def everything(value: Any, kind: Kind) -> Iterable[tuple[Step, Any]]:
-    """Return what is in an object with its steps; the atoms of a container may be left out."""
-    if kind in ("list", "tuple"):
-        return _inside(held_in(value))
-    if kind == "dict":
-        return _entries(value)
-    if kind == "array":
-        return _inside(flat(value).tolist() if value.dtype.hasobject else [])
-    if kind == "tensor":
-        return [*_named(slots.attributes(value) | _hooks_of_tensor(value)), *_own_class(value)]
-    if kind == "function":
-        return _of_function(value)
-    if kind in _ATTRIBUTES:
-        return _named({name: getattr(value, name) for name in _ATTRIBUTES[kind]})
-    if kind == "class":
-        return _of_class(value) if own.is_own_class(value) else ()
-    if kind == "module":
-        held = vars(value) if own.is_own_module(value) else {}
-        return _named({name: one for name, one in [*held.items()] if not name.startswith("__")})
-    if kind == "network":
-        return [*_of_network(value), *_own_class(value)]
-    if kind in ("object", "library"):
-        return [*_named(slots.attributes(value)), *_inherited(value), *_own_class(value)]
-    return ()
-
-
-def flat(value: Any) -> Any:
-    """Return a view of an array with one dimension, or a copy, as Python's own class of arrays has it."""
-    return np.ndarray.reshape(np.ndarray.view(value, np.ndarray), -1)
-
-
-def has_hooks(tensor: Any) -> bool:
-    """Whether something is called when a tensor gets its gradient."""
-    return any(_hooks_of_tensor(tensor).values())
-
-
-def _hooks_of_tensor(value: Any) -> dict[str, Any]:
-    # A class that is derived from Tensor may have code of its own behind every attribute.
-    with torch._C.DisableTorchFunctionSubclass():
-        return {name: getattr(value, name, None) for name in _HOOKS_OF_TENSORS} if value.is_leaf else {}
-
-
-def _items(values: Iterable[Any], how: str = "item") -> Iterator[tuple[Step, Any]]:
-    return ((Step(how, number), one) for number, one in enumerate(values))
-
-
-def _inside(values: Any) -> Iterable[tuple[Step, Any]]:
-    # Millions of numbers are no steps: their types are found in one call.
-    return () if ATOMS.issuperset(map(type, values)) else _items(values)
-
-
-def _entries(value: Any) -> Iterator[tuple[Step, Any]]:
-    held = entries_of(value)
-    if all(ATOMS.issuperset(map(type, half)) for half in zip(*held, strict=True)):
-        return
-    for number, (key, one) in enumerate(held):
-        yield Step("key", key) if type(key) in _KEYS else Step("value", number), one
-        yield Step("key itself", number), key
-
-
-def held_in(value: Any) -> list[Any]:
-    """Return a copy of what is in a list, deque, tuple or set, by Python's own iterator of its base."""
-    if type(value) in (list, collections.deque, set):
-        return [*value.copy()]
-    base = next(one for one in _BASES if issubclass(type(value), one))
-    return _tried(lambda: [*base.__iter__(value)])
-
-
-def entries_of(value: Any) -> list[tuple[Any, Any]]:
-    """Return a copy of the items of a dict, by Python's own iterator of its base."""
-    base: Any = collections.OrderedDict if issubclass(type(value), collections.OrderedDict) else dict
-    return _tried(lambda: [*base.items(value)])
-
-
-def _tried(copy: Callable[[], T]) -> T:
+def items_of(value: Any) -> list[Any]:
+    """Return a copy of what is in a container, of a dict its pairs, by Python's own iterator of its base."""
+    base: Any = next(one for one in _CONTAINERS if issubclass(type(value), one))
+    copy = base.items if issubclass(base, dict) else base.__iter__
     for _ in range(99):
         # Another thread may change it meanwhile.
         with contextlib.suppress(RuntimeError):
-            return copy()
-    return copy()
+            return [*copy(value)]
+    return [*copy(value)]
 
 
-def _named(held: dict[str, Any], how: str = "attribute") -> Iterator[tuple[Step, Any]]:
-    for name, one in held.items():
-        if name.endswith("_hooks") and issubclass(type(one), dict):
-            # By their place: the key of a hook is the number of those that the process has registered.
-            yield from _items([hook for hook in [*dict.values(one)] if not _is_torchs(hook)], name)
-        else:
-            yield Step(how, name), one
+def hooks_of(tensor: Any) -> dict[str, Any]:
+    """Return what is called when a tensor gets its gradient."""
+    names = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    # A class that is derived from Tensor may have code of its own behind every attribute.
+    with torch._C.DisableTorchFunctionSubclass():
+        found = {name: getattr(tensor, name, None) for name in names} if tensor.is_leaf else {}
+    return {name: one for name, one in found.items() if one}
+
+
+def _named(held: Mapping[str, Any], owner: object = None) -> dict[str, Mapping[Any, Any]]:
+    """Return attributes; hooks by their place: their keys number those that the process has registered."""
+    found: dict[str, Mapping[Any, Any]] = {"attribute": held}
+    if hooks := [name for name, one in held.items() if name[-6:] == "_hooks" and type(one) is _CONTAINERS[0]]:
+        for name in hooks:
+            found[name] = dict(enumerate(one for _, one in items_of(held[name]) if not _is_torchs(one)))
+        found["attribute"] = {name: one for name, one in held.items() if name not in hooks}
+    if owner is not None and own.is_own_class(type(owner)):
+        found["__class__"] = {"__class__": type(owner)}
+    return found
 
 
 def _is_torchs(hook: Any) -> bool:
@@ -225,59 +159,154 @@ def _is_torchs(hook: Any) -> bool:
     function = own.unwrapped(hook)
     while type(function) is types.FunctionType and "__wrapped__" in vars(function):
         function = vars(function)["__wrapped__"]
-    code = function.__code__ if type(function) is types.FunctionType else None
-    return code is not None and (own.is_torchs(code) or own.is_packages(code))
+    return type(function) is types.FunctionType and own.is_torchs_or_ours(function.__code__)
 
 
-def _of_network(value: Any) -> Iterator[tuple[Step, Any]]:
-    held = slots.attributes(value)
-    for name, one in held.items():
-        if name not in _OF_NETWORKS or name == "training" or (one and "hooks" in name):
-            yield from _named({name: one})
-    for how in _TENSORS:
-        yield from ((Step(how, name), one) for name, one in [*held[how].items()])
+def _sequence(value: Any) -> Inside:
+    items = value if type(value) is list else items_of(value)
+    kinds = contents.types_of(items)
+    maxlen = value.maxlen if type(value) is collections.deque else None
+    held = {} if ATOMS.issuperset(kinds) else dict(enumerate(items))
+    return Inside({"item": held}, lambda: (id(type(value)), maxlen, row(items, kinds)))
 
 
-def _of_function(value: Any) -> Iterator[tuple[Step, Any]]:
-    if own.is_packages(value.__code__):
-        return
-    if own.is_torchs(value.__code__):
+def _dict(value: Any) -> Inside:
+    pairs = items_of(value)
+    factory = value.default_factory if type(value) is collections.defaultdict else None
+    found: dict[str, dict[Any, Any]] = {"key": dict(pairs)}
+    if not KEYS.issuperset(map(type, found["key"])):
+        others = {at: pair for at, pair in enumerate(pairs) if type(pair[0]) not in KEYS}
+        found["key"] = {key: one for key, one in pairs if type(key) in KEYS}
+        found |= {
+            how: {at: pair[n] for at, pair in others.items()} for n, how in ((1, "value"), (0, "key itself"))
+        }
+    return Inside(found, lambda: (mark(factory), row([key for key, _ in pairs])))
+
+
+def _array(value: Any) -> Inside:
+    held = fingerprint.flat(value).tolist() if value.dtype.hasobject else ()
+    return Inside(
+        {"item": dict(enumerate(held))}, lambda: (id(type(value)), *fingerprint.of_array(value), row(held))
+    )
+
+
+def _tensor(value: Any) -> Inside:
+    def whole() -> Hashable:
+        with torch._C.DisableTorchFunctionSubclass():
+            return id(type(value)), value.requires_grad, *fingerprint.of_tensor(value)
+
+    return Inside(_named({**slots.attributes(value), **hooks_of(value)}, value), whole)
+
+
+def _function(value: Any) -> Inside:
+    held = vars(value)
+    if own.is_torchs_or_ours(value.__code__):
         # It keeps what it was given, such as a function that it decorates.
-        yield from _named({name: one for name, one in vars(value).items() if name == "__wrapped__"})
-        return
+        return Inside({"attribute": {name: one for name, one in held.items() if name == "__wrapped__"}})
+    cells = {}
     for name, one in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
-        try:
-            yield Step("cell", name), one.cell_contents
-        except ValueError:
-            # A variable that is not assigned yet.
-            continue
-    yield from _items(value.__defaults__ or (), "__defaults__")
-    yield from _named(dict(value.__kwdefaults__ or {}), "__kwdefaults__")
-    yield from _named(dict(vars(value)))
+        # A variable may not be assigned yet.
+        with contextlib.suppress(ValueError):
+            cells[name] = one.cell_contents
+    given = {
+        "__defaults__": dict(enumerate(value.__defaults__ or ())),
+        "__kwdefaults__": dict(value.__kwdefaults__ or {}),
+    }
+    return Inside({"cell": cells, **given, **_named(dict(held))})
 
 
-_METHODS = (types.FunctionType, property, classmethod, staticmethod, *slots.DESCRIPTORS)
+def _class(value: Any) -> Inside:
+    if not own.is_own_class(value):
+        return Inside({})
+    bases = enumerate(type.__dict__["__bases__"].__get__(value))
+    held = {name: own.unwrapped(one) for name, one in own.namespace(value).items()}
+    functions = {name: one for name, one in held.items() if type(one) is types.FunctionType}
+    # Most methods keep nothing from call to call.
+    kept = {
+        name: one
+        for name, one in functions.items()
+        if one.__defaults__ or one.__closure__ or one.__kwdefaults__ or vars(one)
+    }
+    rest = {
+        name: one for name, one in held.items() if name[:2] != "__" and not issubclass(type(one), _METHODS)
+    }
+    own_bases = {at: one for at, one in bases if own.is_own_class(one)}
+    return Inside({"__bases__": own_bases, "method": kept, **_named(rest)})
 
 
-def _of_class(value: type) -> Iterator[tuple[Step, Any]]:
-    bases = type.__dict__["__bases__"].__get__(value)
-    yield from ((step, base) for step, base in _items(bases, "__bases__") if own.is_own_class(base))
-    for name, one in own.namespace(value).items():
-        if type(one := own.unwrapped(one)) is types.FunctionType:
-            # Most methods keep nothing from call to call.
-            if one.__defaults__ or one.__closure__ or one.__kwdefaults__ or vars(one):
-                yield Step("method", name), one
-        elif not name.startswith("__") and not issubclass(type(one), _METHODS):
-            yield from _named({name: one})
+def _module(value: Any) -> Inside:
+    held = dict(vars(value)) if own.is_own_module(value) else {}
+    return Inside(_named({name: one for name, one in held.items() if name[:2] != "__"}))
 
 
-def _inherited(value: Any) -> Iterable[tuple[Step, Any]]:
-    """Return what is in an object as in the container that its class is derived from."""
-    if issubclass(type(value), dict):
-        return _entries(value)
-    return _inside(held_in(value)) if issubclass(type(value), (list, collections.deque)) else ()
+def _network(value: Any) -> Inside:
+    held = slots.attributes(value)
+    kept = {name: one for name, one in held.items() if name not in _OF_NETWORKS or (one and "hooks" in name)}
+    parts = {how: dict(held[how]) for how in _TENSORS}
+    return Inside({**_named(kept, value), **parts}, lambda: id(type(value)))
 
 
-def _own_class(value: object) -> list[tuple[Step, Any]]:
-    of = type(value)
-    return [(Step("attribute", "__class__"), of)] if own.is_own_class(of) else []
+def _object(value: Any) -> Inside:
+    found = _inherited(type(value))(value)
+    groups = {**_named(slots.attributes(value), value), **found.groups}
+    return Inside(groups, lambda: (id(type(value)), found.whole()))
+
+
+@own.by_class
+def _inherited(of: type) -> Callable[[Any], Inside]:
+    """Return how the container is looked into that a class is derived from."""
+    bases = ((dict, _dict), ((set, frozenset), _set), ((list, collections.deque), _sequence))
+    return next((look for base, look in bases if issubclass(of, base)), _nothing)
+
+
+def _set(value: Any) -> Inside:
+    return Inside({}, lambda: frozenset(map(mark, items_of(value))))
+
+
+def _nothing(value: Any) -> Inside:
+    return Inside({})
+
+
+def _attributes(*names: str) -> Callable[[Any], Inside]:
+    return lambda value: Inside({"attribute": {name: getattr(value, name) for name in names}})
+
+
+_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
+_TABLE: tuple[tuple[Kind, Collection[type], Callable[[Any], Inside]], ...] = (
+    ("atom", ATOMS, _nothing),
+    ("list", (list, collections.deque), _sequence),
+    ("dict", (dict, collections.OrderedDict, collections.defaultdict, collections.Counter), _dict),
+    ("set", (set, frozenset), _set),
+    (
+        "buffer",
+        (bytearray, array.array),
+        lambda one: Inside({}, lambda: (getattr(one, "typecode", ""), xxhash.xxh3_128_digest(one))),
+    ),
+    ("generator", _GENERATORS, lambda one: Inside({}, lambda: contents.of_generator(one))),
+    ("count", (itertools.count,), lambda one: Inside({}, lambda: repr(one))),
+    ("function", (types.FunctionType,), _function),
+    ("method", (types.MethodType,), _attributes("__self__", "__func__")),
+    ("partial", (functools.partial,), _attributes("func", "args", "keywords")),
+    ("object", (types.SimpleNamespace,), _object),
+)
+_DERIVED: tuple[tuple[Kind, tuple[type, ...], Callable[[Any], Inside]], ...] = (
+    # They have no shape yet.
+    ("library", (torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer), _object),
+    ("tensor", (torch.Tensor,), _tensor),
+    ("network", (torch.nn.Module,), _network),
+    ("atom", (np.generic,), _nothing),
+    ("array", (np.ndarray,), _array),
+    ("enum", (enum.Enum,), lambda one: Inside({}, lambda: id(one))),
+    ("class", (type,), _class),
+    ("module", (types.ModuleType,), _module),
+    ("tuple", (tuple,), _sequence),
+)
+"""The kinds of classes and of those derived from them."""
+
+
+@own.by_class
+def _row_of(of: type) -> tuple[Kind, Callable[[Any], Inside]]:
+    # By identity: a metaclass may have a hash of its own.
+    rows = [(kind, look) for kind, some, look in _TABLE if any(one is of for one in some)]
+    rows += [(kind, look) for kind, some, look in _DERIVED if issubclass(of, some)]
+    return rows[0] if rows else ("object" if own.is_own_class(of) else "library", _object)

@@ -24,14 +24,9 @@ def is_own_code(code: CodeType) -> bool:
     return _is_own_file(code.co_filename)
 
 
-def is_packages(code: CodeType) -> bool:
-    """Whether code is this package's."""
-    return code.co_filename.startswith(_PACKAGE)
-
-
-def is_torchs(code: CodeType) -> bool:
-    """Whether code is PyTorch's."""
-    return code.co_filename.startswith(_libraries()[1])
+def is_torchs_or_ours(code: CodeType) -> bool:
+    """Whether code is PyTorch's, or this package's."""
+    return code.co_filename.startswith(_libraries()[:2])
 
 
 def is_own_module(module: ModuleType | None) -> bool:
@@ -48,10 +43,8 @@ def by_class(function: Callable[[type], T]) -> Callable[[type], T]:
 
     @functools.wraps(function)
     def found(of: type) -> T:
-        entry = known.get(id(of))
-        if entry is None or entry[0]() is not of:
-            gone = functools.partial(known.pop, id(of), None)
-            entry = known[id(of)] = weakref.ref(of, lambda _: gone()), function(of)
+        if (entry := known.get(at := id(of))) is None:
+            entry = known[at] = weakref.ref(of, lambda _: known.pop(at, None)), function(of)
         return entry[1]
 
     return found

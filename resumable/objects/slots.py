@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import GetSetDescriptorType, MemberDescriptorType
 from typing import Any
 
@@ -23,12 +22,11 @@ def attributes(value: Any) -> dict[str, Any]:
     {'x': 3}
     """
     found = dict.copy(held) if (held := dictionary(value)) is not None else {}
-    if _has_slots(type(value)):
-        for name, slot in members(type(value)):
-            try:
-                found[name] = slot.__get__(value)
-            except AttributeError:
-                continue
+    for name, slot in members(type(value)).items():
+        try:
+            found[name] = slot.__get__(value)
+        except AttributeError:
+            continue
     return found
 
 
@@ -45,14 +43,8 @@ def _has_dictionary(kind: type) -> bool:
 
 
 @own.by_class
-def _has_slots(kind: type) -> bool:
-    return any(True for _ in members(kind))
-
-
-def members(kind: type) -> Iterator[tuple[str, MemberDescriptorType]]:
-    """Yield the slots of a class and of its bases, by the names that a class gives them."""
-    for one in kind.__mro__:
-        if "__slots__" in vars(one):
-            for name, slot in vars(one).items():
-                if type(slot) is MemberDescriptorType and name not in _OF_PYTHON:
-                    yield name, slot
+def members(kind: type) -> dict[str, MemberDescriptorType]:
+    """Return the slots of a class and of its bases, by the names that a class gives them."""
+    slots = (vars(one).items() for one in reversed(kind.__mro__) if "__slots__" in vars(one))
+    found = {name: slot for some in slots for name, slot in some if type(slot) is MemberDescriptorType}
+    return {name: slot for name, slot in found.items() if name not in _OF_PYTHON}

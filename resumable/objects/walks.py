@@ -3,36 +3,62 @@
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from .contents import Content, content
-from .kinds import Kind, Step, children, kind_of
+from . import own
+from .contents import Content
+from .kinds import Inside, Kind, Step, kind_of, look_into
 
 Path = tuple[Step, ...]
+Place = tuple[Step, Any]
+"""A step, and the place that it goes on from; None for a root's."""
 Roots = Iterable[tuple[Step, Any]]
 
+ROOT = Step("", "")
 
-class Node(NamedTuple):
+
+class Node:
     """An object that a walk has met, and how it came there first."""
 
-    value: Any
-    kind: Kind
-    step: Step
-    owner: Node | None
+    __slots__ = ("_inside", "kind", "owner", "place", "value")
+
+    def __init__(self, value: Any, step: Step = ROOT, owner: Node | None = None) -> None:
+        self.value, self.kind, self.owner = value, kind_of(value), owner
+        self.place: Place = step, owner and owner.place
+        self._inside: Inside | None = None
+
+    @property
+    def step(self) -> Step:
+        """The last step to it; the root's own if it is a root."""
+        return self.place[0]
 
     @property
     def path(self) -> Path:
         """The steps from a root; the first is the root's own."""
-        steps, node = [self.step], self.owner
-        while node is not None:
-            steps.append(node.step)
-            node = node.owner
-        return tuple(reversed(steps))
+        return path_of(self.place)
+
+    def inside(self) -> Inside:
+        """Return what is in it: looked into once, as long as the walk is there."""
+        if self._inside is None:
+            self._inside = look_into(self.value)
+        return self._inside
+
+    def forget(self) -> None:
+        """Keep what is in it no longer."""
+        self._inside = None
 
     def __str__(self) -> str:
         return text(self.path)
+
+
+def path_of(place: Place) -> Path:
+    """Return the steps from a root to a place."""
+    steps = []
+    while place is not None:
+        step, place = place
+        steps.append(step)
+    return tuple(reversed(steps))
 
 
 def text(path: Path) -> str:
@@ -46,18 +72,21 @@ def text(path: Path) -> str:
 
 def walk(roots: Roots, is_leaf: Callable[[Node], bool] = lambda _: False) -> Iterator[Node]:
     """Yield each object that the roots reach once, the nearest first; a leaf's own objects are left out."""
-    # With the objects themselves: one that is made for the walk must not give its address to another.
-    seen: dict[int, Any] = {}
-    waiting: deque[tuple[Any, Step, Node | None]] = deque((value, step, None) for step, value in roots)
-    while waiting:
-        value, step, owner = waiting.popleft()
-        if id(value) in seen:
-            continue
-        seen[id(value)] = value
-        node = Node(value, kind_of(value), step, owner)
+    # The nodes keep the objects: one that is made for the walk must not give its address to another.
+    nodes, seen = list[Node](), set[int]()
+
+    def meet(ways: Roots, owner: Node | None = None) -> None:
+        for step, value in ways:
+            if id(value) not in seen:
+                seen.add(id(value))
+                nodes.append(Node(value, step, owner))
+
+    meet(roots)
+    for node in nodes:
         yield node
         if not is_leaf(node):
-            waiting.extend((child, way, node) for way, child in children(value, node.kind))
+            meet(node.inside().children(), node)
+        node.forget()
 
 
 class Finder:
@@ -72,7 +101,7 @@ class Finder:
         found = self._roots[path[0]]
         for step in path[1:]:
             if id(found) not in self._inside:
-                self._inside[id(found)] = found, dict(children(found))
+                self._inside[id(found)] = found, dict(look_into(found).children())
             found = self._inside[id(found)][1][step]
         return found
 
@@ -80,28 +109,35 @@ class Finder:
 class Met(NamedTuple):
     """An object as a walk has met it: where, of which class, and with which content."""
 
-    path: Path
+    place: Place
     of: type
     kind: Kind
     content: Content
     reference: weakref.ref[Any] | None
+
+    @property
+    def path(self) -> Path:
+        """The steps to it from a root."""
+        return path_of(self.place)
 
     def is_of(self, value: Any) -> bool:
         """Whether it is this object, and not another at the address of one that is gone."""
         return type(value) is self.of and (self.reference is None or self.reference() is value)
 
 
-def met(nodes: Iterable[Node], content_of: Callable[[Node], Content] | None = None) -> dict[int, Met]:
+def met(
+    nodes: Iterable[Node],
+    content_of: Callable[[Node], Content] = lambda node: look_into(node.value).content(),
+) -> dict[int, Met]:
     """Return the objects of a walk by their identity, as they are now, without keeping them."""
-    content_of = content_of or (lambda node: content(node.value, node.kind))
-    return {
-        id(one.value): Met(one.path, type(one.value), one.kind, content_of(one), _weak(one.value))
-        for one in nodes
-    }
+    found = {}
+    for it in nodes:
+        of = type(it.value)
+        reference = weakref.ref(it.value) if _has_weakrefs(of) else None
+        found[id(it.value)] = Met(it.place, of, it.kind, content_of(it), reference)
+    return found
 
 
-def _weak(value: Any) -> weakref.ref[Any] | None:
-    try:
-        return weakref.ref(value)
-    except TypeError:
-        return None
+@own.by_class
+def _has_weakrefs(of: type) -> bool:
+    return bool(type.__dict__["__weakrefoffset__"].__get__(of))

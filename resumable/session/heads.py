@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
-from ..files import codec
-from ..objects.contents import digest_of_tensor
+from ..files import codec, fingerprint
 from ..parts import collect
 from ..parts.part import Part
 from ..position.loader_position import LoaderPosition
@@ -112,5 +111,5 @@ def _content(part: Part) -> object:
     found = []
     for tree in collect.encoded([part]).values():
         json = collect.without_fleeting(tree.json[part.name])
-        found.append((json, [digest_of_tensor(tree.tensors[name]) for name in codec.tensor_names(json)]))
+        found.append((json, [fingerprint.of_tensor(tree.tensors[name]) for name in codec.tensor_names(json)]))
     return found

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import xxhash
 
-from ..files import tensor_file
+from ..files import fingerprint, tensor_file
 from ..objects import kinds, own
 from .atoms import Hole
 
@@ -34,7 +34,7 @@ def table_of(value: Any) -> Table | None:
     """Return the rows of a list or deque by columns; None if it is short, or of several kinds."""
     if len(value) < FEWEST:
         return None
-    rows = kinds.held_in(value)
+    rows = kinds.items_of(value)
     of = type(rows[0])
     if not issubclass(of, tuple) or {*map(type, rows)} != {of} or len({*map(len, rows)}) != 1:
         return None
@@ -104,7 +104,7 @@ def digest(table: Table) -> Hashable:
         if isinstance(pool, torch.Tensor):
             found.update(tensor_file.as_bytes(pool))
         else:
-            found.update(kinds.flat(pool).view(np.uint8))
+            found.update(fingerprint.flat(pool).view(np.uint8))
     return found.digest()
 
 

@@ -40,7 +40,7 @@ def _list(put: Putting, live: Any, entry: Entry) -> None:
     base = _base(live, list, collections.deque, set)
     if base is set:
         signs.hashed(items)
-    there = {*map(mark, kinds.held_in(live))}
+    there = {*map(mark, kinds.items_of(live))}
     for one in items:
         if mark(one) not in there:
             put.check_place("[+]", one, entry)
@@ -143,7 +143,7 @@ def numpy_generator(state: Any) -> np.random.Generator:
 
 def _object(put: Putting, live: Any, entry: Entry) -> None:
     pairs = [(name, _attribute(put, live, name, one, entry)) for name, one in entry["set"]]
-    members, held = dict(slots.members(type(live))), slots.dictionary(live)
+    members, held = slots.members(type(live)), slots.dictionary(live)
     if "inherited" in entry:
         inherited = {**{name: entry[name] for name in ("at", "of") if name in entry}, **entry["inherited"]}
         (_dict if isinstance(live, dict) else _list)(put, live, inherited)
@@ -188,7 +188,7 @@ def _data(put: Putting, live: Any, rows: Any) -> None:
     for name, one in new.items():
         if not libraries.takes(type(live), name, type(there[name]) if name in there else None, one):
             raise Hole(f"{name} of a {type(live).__name__} takes no {type(one).__name__}")
-    members, held = dict(slots.members(type(live))), slots.dictionary(live)
+    members, held = slots.members(type(live)), slots.dictionary(live)
     for name, one in new.items():
         if name in members:
             members[name].__set__(live, one)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ..objects import kinds, slots, walks
-from ..objects.contents import Content, content
+from ..objects.contents import Content
 from ..objects.walks import Node
 from . import signs
 from .looks import Look, Namespace
@@ -33,7 +33,7 @@ class Hold:
 
     def __init__(self, namespaces: Iterable[Namespace], owned: Owned) -> None:
         self._variables = {one.key: one.variables for one in namespaces}
-        look = Look(owned, {})
+        look = Look(owned)
         roots = [root for one in namespaces for root in one.roots()]
         nodes = (one for one in walks.walk(roots, look.is_leaf) if not look.is_leaf(one))
         self._held = [held for node in nodes if (held := _held(node)) is not None]
@@ -44,7 +44,7 @@ class Hold:
         `lacking`: the variables that the checkpoint could not have.
         """
         for one in self._held:
-            if content(one.value) != one.content:
+            if kinds.content(one.value) != one.content:
                 one.put_back()
         for namespace in namespaces:
             then, now = self._variables.get(namespace.key, {}), namespace.variables
@@ -67,7 +67,7 @@ def _may_go(value: Any) -> bool:
 def _held(node: Node) -> _Held | None:
     make = _COPIES.get(node.kind)
     put_back = make(node.value) if make is not None else None
-    return _Held(node.value, content(node.value, node.kind), put_back) if put_back is not None else None
+    return _Held(node.value, node.inside().content(), put_back) if put_back is not None else None
 
 
 def _sequence(value: Any) -> Callable[[], object] | None:
@@ -75,13 +75,13 @@ def _sequence(value: Any) -> Callable[[], object] | None:
     base = next((one for one in bases if issubclass(type(value), one)), None)
     if base is None:
         return None
-    items, add = kinds.held_in(value), base.update if base is set else base.extend
+    items, add = kinds.items_of(value), base.update if base is set else base.extend
     return lambda: (base.clear(value), add(value, items))
 
 
 def _dict(value: Any) -> Callable[[], object]:
     base: Any = collections.OrderedDict if issubclass(type(value), collections.OrderedDict) else dict
-    pairs = kinds.entries_of(value)
+    pairs = kinds.items_of(value)
 
     def put_back() -> None:
         base.clear(value)
@@ -96,7 +96,7 @@ def _attributes(value: Any) -> Callable[[], object]:
     inside = _dict(value) if issubclass(type(value), dict) else _sequence(value)
 
     def put_back() -> None:
-        members, held = dict(slots.members(type(value))), slots.dictionary(value)
+        members, held = slots.members(type(value)), slots.dictionary(value)
         now = slots.attributes(value)
         for name in now.keys() - then.keys():
             members[name].__delete__(value) if name in members else (held or {}).pop(name)
@@ -112,7 +112,7 @@ def _attributes(value: Any) -> Callable[[], object]:
 
 
 def _class(value: Any) -> Callable[[], object]:
-    then = {step.name: one for step, one in kinds.everything(value, "class") if step.how == "attribute"}
+    then = {step.name: one for step, one in kinds.look_into(value).steps() if step.how == "attribute"}
     return lambda: [type.__setattr__(value, name, one) for name, one in then.items()]
 
 

@@ -14,9 +14,9 @@ import torch
 import xxhash
 
 from ..errors import ResumableError
-from ..files import codec
+from ..files import codec, fingerprint
 from ..objects import kinds, own
-from ..objects.contents import Content, digest_of_tensor
+from ..objects.contents import Content
 from ..objects.kinds import Kind
 from . import signs
 from .atoms import Hole
@@ -77,7 +77,7 @@ class Libraries:
             if f"{own.module_of(type(value))}.".startswith(_CLOSED) or len(seen) >= _MOST:
                 return None
             seen[id(value)] = value
-            waiting.extend(child for _, child in kinds.children(value, kind))
+            waiting.extend(child for _, child in kinds.look_into(value).children())
         return seen
 
 
@@ -94,10 +94,10 @@ def is_data(value: Any, depth: int = 0) -> bool:
     if kind in ("generator", "array"):
         return of is not np.ndarray or value.dtype.kind in "biufc"
     if kind == "dict" and depth < 8:
-        pairs = kinds.entries_of(value)
+        pairs = kinds.items_of(value)
         return all(type(key) in (bool, int, float, str) and is_data(one, depth + 1) for key, one in pairs)
     if (of in (tuple, torch.Size) or kind in ("list", "set")) and depth < 8:
-        return all(is_data(one, depth + 1) for one in kinds.held_in(value))
+        return all(is_data(one, depth + 1) for one in kinds.items_of(value))
     return False
 
 
@@ -187,7 +187,7 @@ def state_content(value: Any) -> Content:
     try:
         stored = codec.encode(state(value))
     except Hole:
-        return Content("no state")
+        return Content(("no state",))
     text = json.dumps([stored.json, stored.aliases]).encode()
-    tensors = tuple((name, digest_of_tensor(one)) for name, one in stored.tensors.items())
+    tensors = tuple((name, fingerprint.of_tensor(one)) for name, one in stored.tensors.items())
     return Content((xxhash.xxh3_128_digest(text), tensors))

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import random
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from ..files import encoder
+from ..files import encoder, fingerprint
 from ..objects import contents, kinds, own, slots, walks
-from ..objects.contents import Content, content, mark
-from ..objects.kinds import Kind, Step
+from ..objects.contents import Content, mark
+from ..objects.kinds import Step
 from ..objects.walks import Met, Node, Path
 from . import atoms, columns, constants, libraries, making, signs
 from .atoms import Hole
@@ -57,19 +56,26 @@ class Namespace(NamedTuple):
 
     def roots(self) -> Iterable[tuple[Step, Any]]:
         """Return the objects among the variables, as roots of a walk."""
-        return [(Step(self.key, name), one) for name, one in self.variables.items() if not kinds.is_atom(one)]
+        return [
+            (Step(self.key, name), one) for name, one in self.variables.items() if not contents.is_atom(one)
+        ]
 
 
 class Look:
     """Encodes what has changed since the loop began, each object once."""
 
     def __init__(
-        self, owned: Owned, known: Mapping[int, Met], places: Callable[[], frozenset[str]] | None = None
+        self,
+        owned: Owned,
+        known: Callable[[int], Met | None] = lambda _: None,
+        places: Callable[[], frozenset[str]] | None = None,
     ) -> None:
         """`places`: where the code of the script stores; None for anywhere."""
         self._owned, self._known, self._places = owned, known, places
         self._libraries = Libraries(owned)
         self._constants: list[Node] = []
+        self._same: dict[int, bool] = {}
+        """Whether what was there before is as it was then, by identity."""
         self._tables: dict[int, tuple[Any, Table | None]] = {}
         self._numbers: dict[int, int] = {}
         self.entries: list[Entry] = []
@@ -81,7 +87,7 @@ class Look:
     def is_leaf(self, node: Node) -> bool:
         """Whether the objects in an object are of no interest here."""
         if self._owned.name(node.value) is not None:
-            return node.kind != "tensor" or not kinds.has_hooks(node.value)
+            return node.kind != "tensor" or not kinds.hooks_of(node.value)
         if signs.inside(node.value) is not None:
             return True
         if node.kind == "list":
@@ -92,14 +98,18 @@ class Look:
 
     def changes(self, roots: Iterable[tuple[Step, Any]]) -> list[str]:
         """Encode all objects that were there before and have changed; return where they are."""
-        found, nodes = [], [*walks.walk(roots, self.is_leaf)]
+        found, nodes = [], list[Node]()
+        for node in walks.walk(roots, self.is_leaf):
+            nodes.append(node)
+            if node.kind not in _NEVER_CHANGED and (met := self.known(node.value)) is not None:
+                self._same[id(node.value)] = met.content == self.content(node)
         self._forget_gone(nodes)
         for node in nodes:
             if node.kind == "library" and self._libraries.has_processes(node.value):
                 self.lost.append((str(node), "it works in processes of its own"))
-            if node.kind in _NEVER_CHANGED or not self.known(node.value):
+            if (is_same := self._same.get(id(node.value))) is None:
                 continue
-            if self.is_unchanged(node.value):
+            if is_same:
                 is_own = self._owned.base(node.value) is None and not libraries.is_inside(_kinds_above(node))
                 if node.kind in constants.KINDS and is_own and constants.is_constant(node):
                     self._constants.append(node)
@@ -123,15 +133,14 @@ class Look:
 
     def _forget_gone(self, nodes: Sequence[Node]) -> None:
         """Tell an object that holds a new one, at the address of another that is gone, from what it was."""
-        gone = {id(one.value) for one in nodes if id(one.value) in self._known and not self.known(one.value)}
-        if not gone:
-            return
-        known = dict(self._known)
-        for one in nodes:
-            inside = {id(child) for _, child in kinds.children(one.value, one.kind)}
+        gone = {id(one.value) for one in nodes if self._known(id(one.value)) and not self.known(one.value)}
+        known, changed = self._known, dict[int, Met]()
+        for one in nodes if gone else ():
+            inside = {id(child) for _, child in kinds.look_into(one.value).children()}
             if (met := self.known(one.value)) is not None and inside & gone:
-                known[id(one.value)] = met._replace(content=met.content.but(gone))
-        self._known = known
+                self._same[id(one.value)] = False
+                changed[id(one.value)] = met._replace(content=met.content.but(gone))
+        self._known = lambda at: changed.get(at) or known(at)
 
     def keep_constants(self, digests: dict[int, str]) -> None:
         """Note digests of what has not changed, known from earlier looks, and the values of small ones."""
@@ -156,32 +165,31 @@ class Look:
 
     def known(self, value: Any) -> Met | None:
         """Return an object as it was when the loop began; None if it was not there."""
-        met = self._known.get(id(value))
+        met = self._known(id(value))
         return met if met is not None and met.is_of(value) else None
 
     def is_unchanged(self, value: Any) -> bool:
         """Whether a value is an atom, or an object that was there before with the same content."""
-        if kinds.is_atom(value) or self._owned.name(value) is not None:
+        if contents.is_atom(value) or self._owned.name(value) is not None:
             return True
+        if id(value) in self._same:
+            return self._same[id(value)]
         met = self.known(value)
-        return met is not None and (met.kind == "module" or met.content == self.content(value, met.kind))
+        return met is not None and (met.kind == "module" or met.content == self.content(Node(value)))
 
-    def content_of(self, node: Node) -> Content:
-        """Return what of the object of a node counts."""
-        return self.content(node.value, node.kind)
-
-    def content(self, value: Any, kind: Kind) -> Content:
+    def content(self, node: Node) -> Content:
         """Return what of an object counts: of one that gives its state that, of long rows their columns."""
+        value, kind = node.value, node.kind
         if (covered := self._owned.covered(value)) is not None:
-            return content(value, kind).without(covered)
+            return node.inside().content().without(covered)
         if libraries.has_state(value, kind):
             return libraries.state_content(value)
         table = self.table(value) if kind == "list" else None
-        return content(value, kind) if table is None else Content(columns.digest(table), None)
+        return node.inside().content() if table is None else Content((columns.digest(table),))
 
     def attributes(self, value: Any) -> dict[str, Any]:
         """Return the attributes of an object that nothing else restores."""
-        held, covered = slots.attributes(value), self._owned.covered(value)
+        held, covered = dict(kinds.look_into(value).groups["attribute"]), self._owned.covered(value)
         return {name: one for name, one in held.items() if name not in covered} if covered else held
 
     def table(self, value: Any) -> Table | None:
@@ -194,7 +202,7 @@ class Look:
 
     def is_known(self, value: Any) -> bool:
         """Whether a value needs no entry of its own: it was there before, and is told by its path."""
-        if kinds.is_atom(value) or self._owned.name(value) is not None:
+        if contents.is_atom(value) or self._owned.name(value) is not None:
             return True
         met = self.known(value)
         return met is not None and (met.kind not in _IMMUTABLE or self._is_as_before(value, met))
@@ -218,7 +226,7 @@ class Look:
 
     def value(self, value: Any, where: str) -> Any:
         """Return a value as a tree has it: an atom, or the number of an entry."""
-        if kinds.is_atom(value):
+        if contents.is_atom(value):
             return atoms.out(value)
         return {"entry": self._number(value, where)}
 
@@ -258,8 +266,8 @@ class Look:
 
     def _is_as_before(self, value: Any, met: Met) -> bool:
         """Whether an object that cannot be filled in place is the same all through."""
-        inside = [child for _, child in kinds.children(value, met.kind)]
-        return met.content == content(value, met.kind) and all(
+        inside = [child for _, child in kinds.look_into(value).children()]
+        return met.content == kinds.content(value) and all(
             self.known(one) or self._owned.name(one) for one in inside
         )
 
@@ -274,26 +282,30 @@ class Look:
                 pass
         return [self.value(one, f"{where}[{number}]") for number, one in enumerate(values)]
 
-    def pairs(self, held: Iterable[tuple[Any, Any]], before: Content | None, where: str, form: str) -> Entry:
+    def pairs(self, held: Iterable[tuple[Any, Any]], before: Content | None, where: str, how: str) -> Entry:
         """Return the items of a dict, or the attributes of an object: all, or those that have changed."""
         pairs = [*held]
-        old = before.items if before is not None else None
-        gone = [] if old is None else [key for key in old if key not in {mark(key) for key, _ in pairs}]
-        if any(kind not in atoms.AS_THEY_ARE or kind is float for kind, _ in gone):
-            # What is gone has no name.
-            old = None
+        old = before.items.get(how) if before is not None and "value" not in before.items else None
+        # A key of another type has no name, and code of its own.
+        old = old if kinds.KEYS.issuperset(type(key) for key, _ in pairs) else None
+        now = {key for key, _ in pairs} if old is not None else ()
+        gone = [key for key in old or () if key not in now]
+        old = None if float in map(type, gone) else old
         if old is not None:
-            pairs = [(key, one) for key, one in pairs if old.get(mark(key), ()) != mark(one)]
+            pairs = [(key, one) for key, one in pairs if old.get(key, ()) != mark(one)]
         if before is not None:
-            pairs = [(key, one) for key, one in pairs if self._may_be_at(form.format(key), one, where)]
+            pairs = [(key, one) for key, one in pairs if self._may_be_at(Step(how, key), one, where)]
         entry: Entry = {
-            "set": [[self.value(key, where), self.value(one, where + form.format(key))] for key, one in pairs]
+            "set": [
+                [self.value(key, where), self.value(one, f"{where}{Step(how, key)}")] for key, one in pairs
+            ]
         }
         if old is None:
             return entry | {"is_all": True}
-        return entry | ({"gone": [key for _, key in gone]} if gone else {})
+        return entry | ({"gone": gone} if gone else {})
 
-    def _may_be_at(self, place: str, value: Any, where: str) -> bool:
+    def _may_be_at(self, step: Step, value: Any, where: str) -> bool:
+        place = str(step)
         is_right = self._places is None or libraries.may_be_at(place, value, self._places)
         if not is_right:
             self.lost.append((f"{where}{place}", libraries.no_place(value)))
@@ -322,21 +334,21 @@ def _list(look: Look, value: Any, before: Content | None, where: str) -> Entry:
     if kinds.kind_of(value) == "list" and (table := look.table(value)) is not None:
         of = look.value(table.of, where) if table.of is not tuple else None
         return {"of": of, "columns": table.columns, "pools": table.pools, "maxlen": maxlen}
-    return {"items": look.items(kinds.held_in(value), where), "maxlen": maxlen}
+    return {"items": look.items(kinds.items_of(value), where), "maxlen": maxlen}
 
 
 def _tuple(look: Look, value: Any, before: Content | None, where: str) -> Entry:
     of = type(value)
     if of is not tuple and of is not torch.Size and not own.is_own_class(of):
         raise Hole(f"a {of.__name__}")
-    return {"items": look.items(kinds.held_in(value), where)} | _class(look, value, where)
+    return {"items": look.items(kinds.items_of(value), where)} | _class(look, value, where)
 
 
 def _dict(look: Look, value: Any, before: Content | None, where: str) -> Entry:
-    held = kinds.entries_of(value)
+    held = kinds.items_of(value)
     signs.hashed([key for key, _ in held])
-    entry = look.pairs(held, before, where, "[{!r}]")
-    if before is not None and before.order != contents.digest([key for key, _ in held]):
+    entry = look.pairs(held, before, where, "key")
+    if before is not None and "is_all" not in entry and before.whole[0] != kinds.look_into(value).whole():
         entry["order"] = [look.value(key, where) for key, _ in held]
     if isinstance(value, collections.defaultdict):
         factory = value.default_factory
@@ -346,7 +358,7 @@ def _dict(look: Look, value: Any, before: Content | None, where: str) -> Entry:
 
 
 def _set(look: Look, value: Any, before: Content | None, where: str) -> Entry:
-    return {"items": look.items(signs.hashed(kinds.held_in(value)), where)}
+    return {"items": look.items(signs.hashed(kinds.items_of(value)), where)}
 
 
 def _buffer(look: Look, value: Any, before: Content | None, where: str) -> Entry:
@@ -357,7 +369,7 @@ def _array(look: Look, value: Any, before: Content | None, where: str) -> Entry:
     if type(value) is not np.ndarray:
         raise Hole(f"a {type(value).__name__}")
     if value.dtype.hasobject:
-        return {"items": look.items(kinds.flat(value).tolist(), where), "shape": list(value.shape)}
+        return {"items": look.items(fingerprint.flat(value).tolist(), where), "shape": list(value.shape)}
     if not encoder.are_storable(value.dtype):
         raise Hole(f"an array of {value.dtype}")
     return {"array": np.array(value, order="C")}
@@ -369,7 +381,7 @@ def _tensor(look: Look, value: Any, before: Content | None, where: str) -> Entry
     is_parameter = isinstance(value, torch.nn.Parameter)
     if problem := encoder.unstorable(value):
         raise Hole(problem)
-    if value.nbytes > LARGEST_EXPANDED and contents.memory_of(value.detach()).nbytes < value.nbytes:
+    if value.nbytes > LARGEST_EXPANDED and fingerprint.memory_of(value.detach()).nbytes < value.nbytes:
         raise Hole("a tensor that repeats its elements, and is far larger than its memory")
     return {
         "tensor": value.detach(),
@@ -379,15 +391,7 @@ def _tensor(look: Look, value: Any, before: Content | None, where: str) -> Entry
 
 
 def _generator(look: Look, value: Any, before: Content | None, where: str) -> Entry:
-    if isinstance(value, random.Random):
-        return {"state": value.getstate()}
-    if isinstance(value, np.random.Generator):
-        return {"state": value.bit_generator.state}
-    return {
-        "state": value.get_state(legacy=False)
-        if isinstance(value, np.random.RandomState)
-        else value.get_state()
-    }
+    return {"state": contents.state_of(value)}
 
 
 def _count(look: Look, value: Any, before: Content | None, where: str) -> Entry:
@@ -402,7 +406,7 @@ def _enum(look: Look, value: Any, before: Content | None, where: str) -> Entry:
 
 
 def _object(look: Look, value: Any, before: Content | None, where: str) -> Entry:
-    entry = look.pairs(look.attributes(value).items(), before, where, ".{}")
+    entry = look.pairs(look.attributes(value).items(), before, where, "attribute")
     if issubclass(type(value), (dict, list, set, collections.deque)):
         base = _dict if issubclass(type(value), dict) else _list
         entry["inherited"] = base(look, value, None, where)
@@ -411,11 +415,11 @@ def _object(look: Look, value: Any, before: Content | None, where: str) -> Entry
 
 def _attributes(look: Look, value: Any, before: Content | None, where: str) -> Entry:
     """Return what has changed of a class, a function or a module: each step with its value."""
-    old = before.items if before is not None and before.items is not None else {}
-    held = [(tuple(step), one) for step, one in kinds.everything(value, kinds.kind_of(value))]
-    changed = [(step, one) for step, one in held if old.get(mark(step), ()) != mark(one)]
-    changed = [(step, one) for step, one in changed if look._may_be_at(str(Step(*step)), one, where)]
-    return {"steps": [[*step, look.value(one, f"{where}{Step(*step)}")] for step, one in changed]}
+    old = before.items if before is not None else {}
+    held = [(step, one) for step, one in kinds.look_into(value).steps() if step.how != "__class__"]
+    changed = [(step, one) for step, one in held if old.get(step.how, {}).get(step.name, ()) != mark(one)]
+    changed = [(step, one) for step, one in changed if look._may_be_at(step, one, where)]
+    return {"steps": [[*step, look.value(one, f"{where}{step}")] for step, one in changed]}
 
 
 def _partial(look: Look, value: Any, before: Content | None, where: str) -> Entry:
@@ -436,10 +440,10 @@ def _state(look: Look, value: Any, before: Content | None, where: str) -> Entry:
 
 def _of_library(look: Look, value: Any, before: Content | None, where: str) -> Entry:
     """Return the attributes that have changed, as far as they are data of the type that was there."""
-    old = before.items if before is not None and before.items is not None else {}
+    old = before.items.get("attribute", {}) if before is not None else {}
     rows = []
     for name, one in look.attributes(value).items():
-        was: Any = old.get(mark(name))
+        was: Any = old.get(name)
         if was == mark(one):
             continue
         if libraries.takes(type(value), name, was and was[0], one):

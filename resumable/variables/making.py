@@ -54,7 +54,7 @@ def content(look: Look, value: Any, where: str) -> Entry:
         held = {name: one for name, one in held.items() if name not in _FRESH or name in _KEPT}
     elif isinstance(value, torch.optim.Optimizer):
         held = {name: held[name] for name in _STATE}
-    return look.pairs(held.items(), None, where, ".{}")
+    return look.pairs(held.items(), None, where, "attribute")
 
 
 def is_free(live: Any, name: str) -> bool:

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from ..objects import kinds, own, walks
 from ..objects.contents import Content
 from ..objects.kinds import Step
-from ..objects.walks import Met
+from ..objects.walks import Met, Node
 from .looks import Entry, Look, Namespace
 from .owned import Owned
 from .putting import Putting
@@ -37,10 +37,11 @@ class Pass(NamedTuple):
     @classmethod
     def begun(cls, namespace: Namespace, owned: Owned, known: Mapping[int, Met]) -> Pass:
         """Return what is there now."""
-        look = Look(owned, {at: met._replace(content=Content(())) for at, met in known.items()})
+        # All of it, as if it had changed.
+        look = Look(owned, lambda at: (met := known.get(at)) and met._replace(content=Content(())))
         look.changes(namespace.roots())
         there = [(number, one) for number, one in enumerate(look.objects) if "at" in look.entries[number]]
-        then = {number: (one, look.content(one, kinds.kind_of(one))) for number, one in there}
+        then = {number: (one, look.content(Node(one))) for number, one in there}
         return cls([*map(_copied, look.entries)], then)
 
     @classmethod
@@ -52,11 +53,7 @@ class Pass(NamedTuple):
         """Return what has changed since; nothing for what is as it was then."""
         if self.putting is not None:
             return [*self.entries]
-        same = {
-            number
-            for number, (one, then) in self.then.items()
-            if look.content(one, kinds.kind_of(one)) == then
-        }
+        same = {number for number, (one, then) in self.then.items() if look.content(Node(one)) == then}
         if len(same) == len(self.then):
             return []
         return [_place(one) if number in same else one for number, one in enumerate(self.entries)]
@@ -118,6 +115,6 @@ def _is_large(value: Any, kind: str) -> bool:
     if kind == "generator" or len(value) <= _MOST_ITEMS:
         return False
     items: Collection[Any] = (
-        kinds.held_in(value) if kind == "list" and len(value) <= _MOST_NUMBERS else [None]
+        kinds.items_of(value) if kind == "list" and len(value) <= _MOST_NUMBERS else [None]
     )
     return not {int, float, bool}.issuperset(map(type, items))

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from types import AsyncGeneratorType, CoroutineType, FunctionType, GeneratorType
 from typing import Any, TypeVar
 
-from ..objects import kinds, own, slots
+from ..objects import contents, kinds, own, slots
 from .atoms import Hole
 
 T = TypeVar("T", bound=Iterable[Any])
@@ -57,7 +57,7 @@ def inside(value: Any) -> str | None:
     if kinds.kind_of(value) != "object":
         return None
     held = slots.attributes(value).values()
-    return next((found for one in held if type(one) not in kinds.ATOMS and (found := live(one))), None)
+    return next((found for one in held if type(one) not in contents.ATOMS and (found := live(one))), None)
 
 
 def is_own(function: Any) -> bool:

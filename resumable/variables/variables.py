@@ -10,8 +10,8 @@ from types import CodeType, FrameType, GeneratorType, MappingProxyType
 from typing import Any, NamedTuple
 
 from ..files.threads import no_garbage_collection
-from ..objects import walks
-from ..objects.contents import Content, content, mark
+from ..objects import kinds, walks
+from ..objects.contents import Content, mark
 from ..objects.walks import Met
 from . import running, signs
 from .holds import Hold
@@ -144,11 +144,11 @@ class Variables:
             if base is not None:
                 self._bases[key] = base._replace(heads=base.heads | heads)
                 continue
-            look = Look(owned, {})
+            look = Look(owned)
             nodes = walks.walk(it.namespace.roots(), look.is_leaf)
             # One that is known by the address of another that is gone is new.
             new = (one for one in nodes if not ((was := known.get(id(one.value))) and was.is_of(one.value)))
-            met = walks.met([one for one in new if not owned.name(one.value)], look.content_of)
+            met = walks.met((one for one in new if not owned.name(one.value)), look.content)
             self._bases[key] = _Base(it.identity, marks[key], met, heads, it.code, not is_first)
             # An object that is new may have the identity of one that is gone.
             self._digests.clear()
@@ -167,7 +167,7 @@ class Variables:
         around = self._around(loops, here, stack)
         waiting = {key: one for some in around.values() for key, one in self._waiting(some)}
         there = [*self._running(stack, owned, waiting)]
-        look = Look(owned, self._known(), running.places(one.namespace for one in there))
+        look = Look(owned, self._known().get, running.places(one.namespace for one in there))
         look.lost += [
             (key.rpartition(":")[2], _BEHIND_YIELD)
             for key, one in waiting.items()
@@ -394,4 +394,4 @@ def _of_loader(loader: str, owned: Owned) -> Namespace:
 def _insides(namespaces: Iterable[Namespace]) -> dict[int, Content]:
     """Return the contents of objects that hold something which no checkpoint can have."""
     values = (value for one in namespaces for value in one.variables.values())
-    return {id(value): content(value) for value in values if signs.inside(value)}
+    return {id(value): kinds.content(value) for value in values if signs.inside(value)}

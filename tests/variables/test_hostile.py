@@ -15,7 +15,7 @@ import torch
 from places import DATA
 
 from resumable.objects import kinds, own, walks
-from resumable.objects.contents import content
+from resumable.objects.kinds import content
 from resumable.variables.looks import Namespace, class_name
 from resumable.variables.owned import Owned
 from resumable.variables.putting import Putting
@@ -116,7 +116,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Namespace:
 
 def state(script: Namespace) -> list[Any]:
     """Return all that the variables of a script reach."""
-    nodes = ((str(one), content(one.value, one.kind)) for one in walks.walk(script.roots()))
+    nodes = ((str(one), content(one.value)) for one in walks.walk(script.roots()))
     return [{name: id(one) for name, one in script.variables.items()}, *nodes]
 
 

@@ -244,8 +244,8 @@ def names(variables: dict[str, Any], may_be_bound: Collection[str] = ()) -> Name
 
 def stored(before: Namespace, change: Any, bound: Mapping[str, Any], owned: Owned | None = None) -> Any:
     """Return what a look stores of a change in place, and of variables that are bound."""
-    first = Look(owned or Owned(), {})
-    look = Look(owned or Owned(), walks.met(walks.walk(before.roots(), first.is_leaf)))
+    first = Look(owned or Owned())
+    look = Look(owned or Owned(), walks.met(walks.walk(before.roots(), first.is_leaf)).get)
     change(before.variables)
     look.changes(before.roots())
     rows = [[name, look.value(one, name)] for name, one in bound.items()]

@@ -110,30 +110,30 @@ def _values(node: Node, is_small: bool) -> Iterator[tuple[Step | str, Hashable]]
     """Yield the values that an object itself holds, each with its step, or in one."""
     value, kind = node.value, node.kind
     if kind in _DATA and is_small:
-        yield "", contents.content(value, kind).whole
+        yield "", kinds.content(value).whole
     elif issubclass(type(value), dict):
         # By key, without the length: one that grows is a cache.
-        held = kinds.entries_of(value) if is_small else []
+        held = kinds.items_of(value) if is_small else []
         entries = [(Step("key", key), one) for key, one in held if _is_value(key)]
         yield from ((step, contents.mark(one)) for step, one in entries if _is_value(one))
     elif length := _length(value):
         yield "", (length, _digest(value) if is_small else b"")
     if kind in _OWNERS:
-        attributes = kinds.everything(value, kind)
+        attributes = kinds.look_into(value).steps()
         yield from ((step, contents.mark(one)) for step, one in attributes if _is_value(one))
 
 
 def _is_value(value: object) -> bool:
     # None is the place of a value that comes later.
-    return value is not None and kinds.is_atom(value)
+    return value is not None and contents.is_atom(value)
 
 
 def _digest(value: Any) -> bytes:
     """Return a digest of the values in a container; none if it has places for those that come later."""
-    held = kinds.held_in(value)
+    held = kinds.items_of(value)
     if any(one is None for one in held):
         return b""
-    return contents.digest([one if kinds.is_atom(one) else None for one in held])
+    return contents.digest([one if contents.is_atom(one) else None for one in held])
 
 
 def _length(value: Any) -> int:

@@ -69,9 +69,9 @@ def instances(*of: type) -> list[Any]:
 
 def _inside(value: Any) -> list[Any]:
     if type(value) in (list, tuple):
-        return kinds.held_in(value)[:_MOST]
+        return kinds.items_of(value)[:_MOST]
     if type(value) is dict:
-        return [one for _, one in kinds.entries_of(value)[:_MOST]]
+        return [one for _, one in kinds.items_of(value)[:_MOST]]
     is_code = issubclass(type(value), (ModuleType, FunctionType, type))
     return [] if is_code else [*slots.attributes(value).values()]
 
