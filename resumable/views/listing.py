@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ..errors import CannotRead
 from ..files import lock
 from ..files.jsonl import Line, plain
-from ..files.strict_json import Json
 from ..run import history
 from ..run.directory import Run
 from ..run.manifest import Best
@@ -38,18 +36,6 @@ class Listed(NamedTuple):
     """Why the history cannot be read."""
 
 
-class _Saves(NamedTuple):
-    """What a history says about saves, and its other lines."""
-
-    parents: Mapping[int, int | None]
-    superseded: Collection[int]
-    why: Mapping[int, tuple[str | None, Json]]
-    """Why each was made, and the interval that its rule had chosen."""
-    last: Mapping[int | None, int]
-    """The last save of each attempt."""
-    others: Sequence[Line]
-
-
 def of_run(run: Run) -> Listed:
     """Return what there is to list of a run.
 
@@ -59,41 +45,18 @@ def of_run(run: Run) -> Listed:
     """
     # Before the checkpoints: a training that ends meanwhile has not crashed.
     holder = lock.holder(run.path / ".lock")
-    lines, problem = _history(run)
-    here, saves = overview.kept(run), _saves(lines)
+    lines, problem = overview.history_of(run)
+    here = overview.kept(run)
     intact = [one.about for one in here if one.about and not one.problem]
     best, newest = (intact[-1].best, intact[-1].number) if intact else (None, None)
     rows = [*map(_row, here)]
-    _add_history(rows, saves, newest)
+    _add_history(rows, lines, newest)
     for row in rows:
         row["newest"], row["best"] = row["number"] == newest, bool(best and row["number"] == best.number)
-    last = [_save_line(number, attempt) for attempt, number in saves.last.items()]
-    attempts, remote = history.attempts([*saves.others, *last]), history.remote(saves.others)
-    _add_remote(rows, here, saves.others, remote)
-    return Listed(rows, attempts, remote, *_state(holder, attempts), best, _size(here), problem)
-
-
-def _history(run: Run) -> tuple[list[Line], str | None]:
-    try:
-        return history.read(run.path), None
-    except CannotRead as exc:
-        # The checkpoints can be read without it.
-        return [], str(exc)
-
-
-def _saves(lines: Sequence[Line]) -> _Saves:
-    saves = [line for line in lines if history.is_save(line)]
-    return _Saves(
-        {line["number"]: line.get("parent") for line in saves},
-        {line["number"] for line in saves if line["superseded"]},
-        {line["number"]: (_if(str, line.get("why")), _if(dict, line.get("interval"))) for line in saves},
-        {line.get("attempt"): line["number"] for line in saves},
-        [line for line in lines if line.get("event") != "save"],
-    )
-
-
-def _if(kind: type, value: Json) -> Any:
-    return value if isinstance(value, kind) else None
+    attempts, remote = history.attempts(lines), history.remote(lines)
+    _add_remote(rows, here, lines, remote)
+    state, why = _state(holder, attempts), None if problem is None else str(problem)
+    return Listed(rows, attempts, remote, *state, best, _size(here), why)
 
 
 def _size(here: Sequence[Kept]) -> int:
@@ -125,17 +88,14 @@ def _row(one: Kept) -> Row:
     }
 
 
-def _save_line(number: int, attempt: int | None) -> Line:
-    return {"event": "save", "number": number, "attempt": attempt, "parent": None, "superseded": False}
-
-
-def _add_history(rows: Sequence[Row], saves: _Saves, newest: int | None) -> None:
+def _add_history(rows: Sequence[Row], lines: Sequence[Line], newest: int | None) -> None:
+    saves = {line["number"]: line for line in lines if history.is_save(line)}
     parents = {row["number"]: row["parent"] for row in rows if not row["problem"]}
-    left = {*saves.superseded}
-    if newest is not None:
-        left = history.abandoned({**saves.parents, **parents}, newest, saves.superseded)
+    left = history.left_behind(lines, parents, newest)
     for row in rows:
-        row["why"], row["interval"] = saves.why.get(row["number"], (None, None))
+        save = saves.get(row["number"], {})
+        row["why"] = why if isinstance(why := save.get("why"), str) else None
+        row["interval"] = one if isinstance(one := save.get("interval"), dict) else None
         # Nothing can come from a damaged one.
         row["abandoned"] = row["number"] in left and not row["problem"]
 

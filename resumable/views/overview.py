@@ -30,7 +30,7 @@ def overview(run: Run, verify: Verify | None = None) -> dict[str, Json]:
     >>> found["saves"], found["newest"], found["problem"]
     ([], None, None)
     """
-    lines, problem = _history(run)
+    lines, problem = history_of(run)
     here = kept(run, verify)
     newest = next((one.about for one in reversed(here) if one.about and not one.problem), None)
     remote = history.remote(lines)
@@ -42,7 +42,7 @@ def overview(run: Run, verify: Verify | None = None) -> dict[str, Json]:
         "run": str(run),
         "run_id": newest and newest.run_id,
         "checked": "bytes" if verify else "sizes",
-        "problem": problem,
+        "problem": problem and problem.problem,
         "newest": newest and newest.number,
         "best": best and best.number,
         "goal": best and {"metric": best.goal.metric, "maximize": best.goal.maximize, "value": best.value},
@@ -90,12 +90,13 @@ def kept(run: Run, verify: Verify | None = None) -> list[Kept]:
     return found
 
 
-def _history(run: Run) -> tuple[list[Line], str | None]:
+def history_of(run: Run) -> tuple[list[Line], CannotRead | None]:
+    """Return the lines of the history, and why it cannot be read."""
     try:
         return history.read(run.path), None
     except CannotRead as exc:
         # The checkpoints can be read without it.
-        return [], exc.problem
+        return [], exc
 
 
 def _saves(
