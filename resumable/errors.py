@@ -375,12 +375,11 @@ def warn(text: str) -> None:
 
 
 class Once:
-    """Issues each warning once."""
+    """Issues each warning once; `issued` has the texts of all of this process since it was made."""
 
     def __init__(self) -> None:
         self._told: set[str] = set()
         self.issued: dict[str, None] = {}
-        """The texts of all warnings of this process since this was made."""
         _all.add(self)
 
     def warn(self, *texts: str, about: str | None = None) -> None:

@@ -82,8 +82,7 @@ class Training(NamedTuple):
         # Not above: most trainings have no remote, and do not wait for what one takes.
         from .remote.in_training import Copies
 
-        warn = self.position.once.warn
-        return Copies(self.run, self.crew, copied, self.goal, self.progress, warn)
+        return Copies(self.run, self.crew, copied, self.goal, self.progress, self.once.warn)
 
     @property
     def goal(self) -> Goal | None:
