@@ -57,8 +57,8 @@ class Options(NamedTuple):
     override: Sequence[str]
     rename: Mapping[str, str]
     expect: str | None
-    variables: bool
-    """Whether the script's own variables come back."""
+    variables: Sequence[str]
+    """Which of the script's own variables come back: names and patterns, with a minus those that do not."""
 
     def copied(self, remote: str | None) -> Copied | None:
         """Return the options of the copies in a remote; None without one."""
@@ -109,7 +109,7 @@ def check(given: Mapping[str, Any]) -> Options:
         override=patterns("override", given["override"]),
         rename=rename(given["rename"]),
         expect=given["expect"],
-        variables=bool(given["variables"]) and os.environ.get("RESUMABLE_VARIABLES") != "0",
+        variables=variables(given["variables"]),
     )
 
 
@@ -168,6 +168,18 @@ def patterns(name: str, given: Any, example: str = "model.head.*") -> tuple[str,
             return found
     meant = given if isinstance(given, str) else example
     raise UsageError(f"{name}={given!r} is not a list of names.", fix=f"write {name}=[{meant!r}].")
+
+
+def variables(given: Any) -> tuple[str, ...]:
+    """Return which variables come back; what is only left out is left out of all.
+
+    >>> variables(["-buffer"]), variables(False)
+    (('*', '-buffer'), ())
+    """
+    if os.environ.get("RESUMABLE_VARIABLES") == "0" or given is False:
+        return ()
+    found = ("*",) if given is True else patterns("variables", given, "-buffer")
+    return ("*", *found) if found and found[0].startswith("-") else found
 
 
 def rename(given: Any) -> Mapping[str, str]:

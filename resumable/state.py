@@ -101,7 +101,7 @@ class RunState(Generic[B]):
         ranks: Ranks | None = None,
         trace: str | os.PathLike[str] | Trace | None = None,
         sample_seeds: bool = False,
-        variables: bool = True,
+        variables: bool | Sequence[str] = True,
         progress: bool | None = None,
         quiet: bool = False,
     ) -> RunState[B]:
@@ -120,8 +120,10 @@ class RunState(Generic[B]):
                 also save at their end, and `close()` saves what was trained since; None: only `save()` does.
             resume: "auto", "must" (an error without a checkpoint), "never" (an error with one), "best", a
                 save number, or a checkpoint's path.
-            allow: Names that may be missing, new or of another shape, such as "model.head.*".
+            allow: Names that may be missing, new or of another shape, such as "model.head.*", and variables
+                that may not come back, such as "script.*".
             override: Settings for which the script's value wins: "optimizer.lr" also scales the schedule.
+                So does that of a variable, once: "script.best".
             rename: The checkpoint's names and the script's, of tensors or modules: {"fc": "head"}.
             expect: The only content to load, as "sha256:..." from `resumable verify --pin`.
             preempt: When and how to end early: the signals, what follows, the limit of time.
@@ -131,7 +133,7 @@ class RunState(Generic[B]):
             trace: A file that gets a line at each boundary, for `resumable diff --trace`; or a `Trace`.
             sample_seeds: Whether each sample gets a seed of its own, whatever worker loads it.
             variables: Whether the script's own variables come back: what the loops change in them is saved,
-                and put back where a loop goes on.
+                and put back where a loop goes on. ["*", "-buffer"] leaves one out, by its name or a pattern.
             progress: Whether to show the progress: bars at a terminal or in a notebook, else lines.
             quiet: Whether to leave out the messages, such as which checkpoint the training continues from.
         """

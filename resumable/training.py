@@ -26,6 +26,7 @@ from .progress import Progress
 from .remote import url
 from .run.directory import Run
 from .run.manifest import Goal
+from .variables.choice import Choice
 from .variables.part import ScriptPart
 
 if TYPE_CHECKING:
@@ -56,7 +57,9 @@ class Training(NamedTuple):
         progress = Progress(options.progress, is_first=of_this_training()[0] == 0, is_quiet=options.quiet)
         position = _position(options, progress)
         crew = _crew(options, run, position)
-        script = ScriptPart() if options.variables else None
+        overridden = [one for one in options.override if one.startswith("script")]
+        chosen = Choice(options.variables, overridden, options.allow)
+        script = ScriptPart(chosen) if options.variables else None
         parts = Parts(
             options.parts, variables, position, options.per_rank, crew.rank, [script] if script else ()
         )

@@ -64,6 +64,7 @@ def fit(
     ]
     foreign = frozenset(part.name for part in chosen if not part.is_torchs_own())
     code_wins = _code_wins(parts, overridden)
+    code_wins.get("script", set()).update(one for one in override or () if one.startswith("script"))
     return Plan(reading, chosen, unfit, code_wins, changed, foreign, kept, is_whole=only is None)
 
 

@@ -297,7 +297,7 @@ class Parts:
         known = [path for path in self.settings if not path.endswith(".frozen")]
         others = tuple(f"{name}." for name in self.elsewhere)
         for pattern in override:
-            if pattern == "best" or pattern.startswith(others):
+            if pattern == "best" or pattern.startswith(others) or f"{pattern}.".startswith("script."):
                 continue
             if not any(changes.is_named(path, [pattern]) for path in known):
                 raise UsageError(

@@ -93,8 +93,9 @@ class Heads:
             self._training.script.expect(is_still=False)
 
     def _tell(self, problems: Sequence[str]) -> None:
-        what = "a variable of the script is not what it was saved as [R12]"
-        self._training.once.warn(*(f"{what}: {problem}" for problem in problems))
+        script, what = self._training.script, "a variable of the script is not what it was saved as [R12]"
+        told = [one for one in problems if not (script and script.accepts(one.partition(": ")[0]))]
+        self._training.once.warn(*(f"{what}: {problem}" for problem in told))
 
     def _contents(self) -> Iterator[tuple[str, object, object]]:
         """Yield what each model and optimizer was as it was loaded, and what it is."""

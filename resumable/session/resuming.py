@@ -36,6 +36,7 @@ from ..run.resume_choice import Which
 from ..saving.saver import Saving
 from ..terminal import is_notebook
 from ..training import Training
+from ..variables import choice
 from ..views import variables
 
 
@@ -61,6 +62,7 @@ class Resuming:
         self._is_elastic = training.options.is_elastic
         self._progress = training.progress
         self._copies = training.copies
+        self._script = training.script
         self._allow: Sequence[str] = ()
         self._chosen: Any = None
         """The checkpoint that the training goes on from."""
@@ -282,11 +284,15 @@ class Resuming:
     def variables(self, fit: Fit) -> str:
         """Return what to add to the line about the variables of the script."""
         look = fit.plan.reading.trees["rank"].json.get(variables.PART)
-        if look is None or variables.PART not in [part.name for part in fit.plan.chosen]:
+        if look is None or self._script is None or self._script not in fit.plan.chosen:
             return ""
         file = getattr(sys.modules.get("__main__"), "__file__", None)
         script = os.path.basename(file) if file and not is_notebook() else "the notebook"
-        return variables.told(look, script)
+        without = self._script.choice.without
+        wins = choice.wins(look, fit.plan.code_wins[variables.PART])
+        left = [one for one in wins if without(look, [one]) != without(look, ())]
+        own = f"; the script's own: {', '.join(one.partition('.')[2] or '*' for one in left)}" if left else ""
+        return variables.told(without(look, wins), script) + own
 
     def told(self, fit: Fit) -> str:
         """Return what to add to the line about names that differ."""

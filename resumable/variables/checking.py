@@ -28,6 +28,8 @@ def check(tree: Any) -> None:
     shared = tree.get("shared", [])
     _need(isinstance(shared, list) and all(map(_is_pair, shared)), "what optimizers share")
     _need(all(type(name) is str for pair in shared for name in pair), "what optimizers share")
+    overridden = tree.get("overridden", [])
+    _need(isinstance(overridden, list) and all(type(one) is str for one in overridden), "what was overridden")
     numbers = tree.get("numbers", {})
     _need(
         isinstance(numbers, Mapping) and all(map(_are_counts, numbers.values())), "what numbers the batches"

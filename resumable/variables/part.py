@@ -16,6 +16,7 @@ from ..parts.part import Difference, Part, Saved, same_device
 from ..parts.parts import Parts
 from ..position.batch_loop import Loop
 from . import checking, passes
+from .choice import ALL, Choice, is_named, wins
 from .owned import Owned
 from .variables import Variables
 
@@ -30,15 +31,16 @@ class ScriptPart(Part):
     kind = "script"
     is_last = True
 
-    def __init__(self) -> None:
+    def __init__(self, choice: Choice = ALL) -> None:
         super().__init__("script", None, "rank")
+        self.choice = choice
         self._parts: Parts | None = None
         self._shared: Sequence[Sequence[str]] = ()
         """The tensors of optimizers that were one, by their names, in the checkpoint."""
         self._last: dict[str, Any] | None = None
         """What the next look finds, where nothing of the script runs before the body ends."""
         self._is_still = False
-        self.variables = Variables(self.owned)
+        self.variables = Variables(self.owned, choice)
 
     def bind(self, parts: Parts) -> None:
         """Know what the other parts restore."""
@@ -64,7 +66,8 @@ class ScriptPart(Part):
         """Return what has changed since the loop began."""
         if self._last is not None:
             return self._last
-        found = {self.stem: self.variables.look(self._loops()) | {"shared": [*self._found_shared()]}}
+        more = {"shared": [*self._found_shared()], "overridden": [*self.choice.override]}
+        found = {self.stem: self.variables.look(self._loops()) | more}
         self._last = found if self._is_still else None
         return found
 
@@ -110,9 +113,13 @@ class ScriptPart(Part):
 
     def outgrown(self) -> Iterator[str]:
         """Yield what the last look could not store."""
-        if lost := self.variables.lost:
+        if lost := [one for one in self.variables.lost if not self.accepts(one[0])]:
             rows = "".join(f"\n  {where}: {why}" for where, why in lost)
             yield f"the loop changes variables of the script that no checkpoint can have [R11]:{rows}"
+
+    def accepts(self, path: str) -> bool:
+        """Whether `allow=` names what may not come back."""
+        return is_named(path, self.choice.allow)
 
     def differences(self, saved: Saved, built: Mapping[str, Any]) -> Iterator[Difference]:
         """Yield that it is not what a look stores."""
@@ -124,6 +131,7 @@ class ScriptPart(Part):
     def restore(self, saved: Saved, unfit: AbstractSet[str], code_wins: AbstractSet[str]) -> None:
         """Let the next heads of the loops put the variables back."""
         tree = saved.copy(self.stem, same_device)
+        tree = self.choice.without(tree, wins(tree, code_wins))
         self._shared = tree.get("shared", ())
         self.variables.load(tree)
 

@@ -14,6 +14,7 @@ from ..objects import kinds, walks
 from ..objects.contents import Content, mark
 from ..objects.walks import Met
 from . import running, signs
+from .choice import ALL, Choice
 from .holds import Hold
 from .looks import Look, Namespace
 from .owned import Owned
@@ -71,8 +72,8 @@ class _Head(NamedTuple):
 class Variables:
     """What the loops of ours change in the variables of the script."""
 
-    def __init__(self, owned: Callable[[], Owned] = Owned) -> None:
-        self._owned = owned
+    def __init__(self, owned: Callable[[], Owned] = Owned, choice: Choice = ALL) -> None:
+        self._owned, self._choice = owned, choice
         self._passes: dict[str, Pass] = {}
         """Of each loader the pass that began last."""
         self._bases: dict[str, _Base] = {}
@@ -366,7 +367,8 @@ class Variables:
     def _running(
         self, stack: list[FrameType], owned: Owned, waiting: Mapping[str, FrameType] = MappingProxyType({})
     ) -> Iterator[Running]:
-        return running.running(stack, waiting, self._heads_in, owned.loaders)
+        found = running.running(stack, waiting, self._heads_in, owned.loaders)
+        return (one._replace(namespace=self._choice.of(one.namespace)) for one in found)
 
     def _heads_in(self, key: str) -> frozenset[int]:
         return self._bases[key].heads if key in self._bases else frozenset()

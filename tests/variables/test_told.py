@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forks import Forks
+from forks import Forks, Life
 
 from resumable.cli.app import main
 from resumable.files import codec
@@ -144,3 +144,52 @@ def test_a_forged_look_is_damage_and_no_traceback(entry: dict[str, Any]) -> None
 
     with pytest.raises(ValueError, match="as a checkpoint has them"):
         [*variables.rows({"namespaces": [], "entries": [forged]}), *variables.rows([])]
+
+
+def starts(forks: Forks, folder: Path, *given: str) -> list[Life]:
+    """Return how starts with these arguments of `load` end, each of which trains one epoch."""
+    return [
+        forks.run(["train.py", str(epoch)], folder, environment={"GIVEN": one})
+        for epoch, one in enumerate(given)
+    ]
+
+
+def test_an_override_of_a_variable_counts_once(folder: Path, forks: Forks) -> None:
+    override = "{'override': ['script.best', 'script.seen']}"
+    first, second, third = (one.out for one in starts(forks, folder, "{}", override, override))
+
+    assert "at 0 4.5 3 0" in first
+    assert "; the script's own: best, seen (" in second
+    assert "at 1 4.5 6 1" in second
+    assert "own" not in third
+    assert "at 2 2.25 9 2" in third
+
+
+def test_a_run_that_begins_with_an_override_goes_on_exactly(folder: Path, forks: Forks) -> None:
+    override = "{'override': ['script.*']}"
+
+    assert "at 1 2.25 6 1" in starts(forks, folder, override, override)[1].out
+
+
+def test_a_variable_that_is_left_out_is_neither_stored_nor_put_back(folder: Path, forks: Forks) -> None:
+    without = "{'variables': ['-hist*', '-average']}"
+    _, second, third = starts(forks, folder, "{}", without, "{}")
+
+    assert "of train.py: best, epoch, last, seen, dice, and 2 more (" in second.out
+    assert "at 1 2.25 3 1" in second.out
+    assert "history" not in third.out
+    assert "at 2 1.125 3 2" in third.out
+    assert not second.err + third.err
+
+
+def test_allow_accepts_what_does_not_come_back(folder: Path, forks: Forks) -> None:
+    allow = "{'allow': ['script.reader', 'script.window']}"
+    reading = SCRIPT.replace("best = best / 2", "best = best / 2 + 0 * next(reader)")
+    (folder / "train.py").write_text(reading.replace("def main", "reader = iter(range(9))\ndef main"))
+    lost, _, accepted = starts(forks, folder, "{}", "{}", allow)
+    (folder / "train.py").write_text(SCRIPT.replace("window", "wide"))
+    gone, accepted_too = starts(forks, folder, "{}", allow)
+
+    assert "\n  reader: " in lost.err
+    assert "window: it is not there any more" in gone.err
+    assert not accepted.err + accepted_too.err

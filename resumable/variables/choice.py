@@ -1,0 +1,77 @@
+"""Which variables come back, as `variables=`, `override=` and `allow=` name them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+from ..objects import walks
+from ..objects.kinds import Step
+from .looks import Entry, Namespace
+
+_BEHIND = "loader:"
+_PLACE = ("kind", "class", "at")
+
+
+class Choice(NamedTuple):
+    """The names and patterns of the three."""
+
+    variables: Sequence[str] = ("*",)
+    override: Sequence[str] = ()
+    allow: Sequence[str] = ()
+
+    def of(self, namespace: Namespace) -> Namespace:
+        """Return a namespace with those of its variables that come back."""
+        if self.variables == ("*",):
+            return namespace
+        held = {name: one for name, one in namespace.variables.items() if self._has(namespace.key, name)}
+        return namespace._replace(variables=held)
+
+    def without(self, look: Mapping[str, Any], wins: Collection[str]) -> dict[str, Any]:
+        """Return a stored look without what is left out, and what `wins` names: that stays the script's."""
+        # What refers to an object of the script still finds it.
+        found = _without(
+            look, lambda at: is_named(_text(at), wins), lambda one: {key: one[key] for key in _PLACE}
+        )
+        return _without(
+            found, lambda at: not self._has(*at[0]), lambda _: {"hole": "variables= leaves it out"}
+        )
+
+    def _has(self, key: str, name: str) -> bool:
+        """Whether a variable comes back: as the last pattern says that matches, or it is behind a loader."""
+        found = [one for one in self.variables if fnmatchcase(name, one.removeprefix("-"))]
+        return key.startswith(_BEHIND) or (bool(found) and not found[-1].startswith("-"))
+
+
+ALL = Choice()
+
+
+def is_named(path: str, patterns: Collection[str]) -> bool:
+    """Return whether patterns name a variable, or what it hangs on.
+
+    >>> [is_named("ema.shadow['w']", [one]) for one in ("script.ema", "script.*", "script.em", "ema")]
+    [True, True, False, False]
+    """
+    whole = f"script.{path}"
+    return any(
+        whole == one or whole.startswith((f"{one}.", f"{one}[")) or fnmatchcase(whole, one)
+        for one in patterns
+    )
+
+
+def wins(look: Mapping[str, Any], override: Collection[str]) -> list[str]:
+    """Return the patterns of `override=` that no start before this look was given: each counts once."""
+    return sorted({*override} - {*look.get("overridden", ())})
+
+
+def _text(at: Sequence[Any]) -> str:
+    return walks.text(tuple(Step(*one) for one in at))
+
+
+def _without(
+    look: Mapping[str, Any], is_left: Callable[[Sequence[Any]], bool], instead: Callable[[Entry], Entry]
+) -> dict[str, Any]:
+    entries = [instead(one) if "at" in one and is_left(one["at"]) else one for one in look["entries"]]
+    rows = [[key, [row for row in rows if not is_left([[key, row[0]]])]] for key, rows in look["namespaces"]]
+    return {**look, "namespaces": rows, "entries": entries}
