@@ -208,8 +208,10 @@ def _table(check: _Check, stored: Any, inside: list[int]) -> None:
         _need(type(one) is dict and one.keys() in ({"numbers", "exactly"}, {"pool", "at"}), "a column")
         data: Any = one.get("numbers", one.get("at"))
         _need(isinstance(data, np.ndarray) and data.ndim == 1 and not data.dtype.hasobject, "a column")
-        _need(type(one.get("exactly", True)) is bool and type(one.get("pool", 0)) is int, "a column")
-        _need("at" not in one or (data.dtype == np.int64 and (data.size == 0 or data.min() >= 0)), "places")
+        exactly: Any = one.get("exactly", True)
+        is_mask = isinstance(exactly, np.ndarray) and (exactly.dtype, exactly.shape) == (bool, data.shape)
+        _need((type(exactly) is bool or is_mask) and type(one.get("pool", 0)) is int, "a column")
+        _need("at" not in one or (data.dtype == np.int64 and data.min(initial=0) >= -1), "places")
 
 
 def _pools(check: _Check, stored: Any, inside: list[int]) -> None:

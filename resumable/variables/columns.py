@@ -50,30 +50,29 @@ def table_of(value: Any) -> Table | None:
 
 def _column(values: Sequence[Any], pools: dict[Hashable, dict[int, Any]]) -> Any:
     types = {*map(type, values)}
-    if len(types) != 1:
-        return None
-    of = types.pop()
-    if of in _PLAIN:
+    if types <= {*_PLAIN}:
         return [*values]
-    if of in _NUMBERS or issubclass(of, np.generic):
+    of, *others = {_NUMBERS.get(one, one) for one in types}
+    if not others and issubclass(of, np.generic):
         try:
-            found = np.array(values, _NUMBERS.get(of))
+            found = np.array(values, of if of in _NUMBERS.values() else None)
         except OverflowError:
             return None
-        return (
-            None
-            if found.dtype.hasobject or found.ndim != 1
-            else {"numbers": found, "exactly": of in _NUMBERS}
-        )
-    if of not in (np.ndarray, torch.Tensor) or len(facts := {*map(_facts, values)}) != 1:
+        # An action may be Python's where it is chosen, and NumPy's where it is drawn.
+        is_mixed = len(types) > 1
+        exactly = np.array([type(one) in _NUMBERS for one in values]) if is_mixed else types <= {*_NUMBERS}
+        return None if found.dtype.hasobject or found.ndim != 1 else {"numbers": found, "exactly": exactly}
+    held = [one for one in values if one is not None]
+    if not {*map(type, held)} <= {np.ndarray, torch.Tensor} or len(facts := {*map(_facts, held)}) != 1:
         return None
     key = facts.pop()
     if key is None:
         return None
     pool = pools.setdefault(key, {})
-    for one in values:
+    for one in held:
         pool.setdefault(id(one), one)
-    places = {identity: place for place, identity in enumerate(pool)}
+    # The state that follows the last one of an episode may be None.
+    places = {identity: place for place, identity in enumerate(pool)} | {id(None): -1}
     return {"pool": [*pools].index(key), "at": np.array([places[id(one)] for one in values], np.int64)}
 
 
@@ -97,7 +96,8 @@ def digest(table: Table) -> Hashable:
             found.update(json.dumps(one).encode())
             continue
         data = one["numbers"] if "numbers" in one else one["at"]
-        found.update(f"{data.dtype.str} {one.get('exactly')} {one.get('pool')}".encode())
+        found.update(f"{data.dtype.str} {one.get('pool')}".encode())
+        found.update(bytes(np.atleast_1d(one.get("exactly", False))))
         found.update(data if data.dtype.kind in "iufb" else data.view(np.uint8))
     for pool in table.pools:
         found.update(f"{pool.dtype} {[*pool.shape]}".encode())
@@ -120,12 +120,14 @@ def rows_of(of: type, columns: Sequence[Any], pools: Sequence[Any]) -> list[Any]
         if isinstance(one, list):
             found.append(one)
         elif "numbers" in one:
-            found.append(one["numbers"].tolist() if one["exactly"] else [*one["numbers"]])
+            python, exactly = one["numbers"].tolist(), one["exactly"]
+            pairs = zip(python, one["numbers"], np.broadcast_to(exactly, len(python)), strict=True)
+            found.append(python if exactly is True else [a if is_python else b for a, b, is_python in pairs])
         else:
             if one["pool"] not in range(len(held)) or one["at"].max(initial=-1) >= len(held[one["pool"]]):
                 raise Hole("a place in no pool")
             pool = held[one["pool"]]
-            found.append([pool[at] for at in one["at"].tolist()])
+            found.append([pool[at] if at >= 0 else None for at in one["at"].tolist()])
     if len({*map(len, found)}) != 1:
         raise Hole("columns of several lengths")
     rows = zip(*found, strict=True)

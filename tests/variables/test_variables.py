@@ -20,6 +20,7 @@ from forks import Forks
 from places import DATA, SUPPORT
 
 from resumable.objects import own, walks
+from resumable.variables import columns
 from resumable.variables.looks import Look, Namespace
 from resumable.variables.owned import Owned
 from resumable.variables.putting import Putting
@@ -703,6 +704,19 @@ for epoch in epochs(2):
     assert {
         *(one.split("[R12, docs/guide/inexact.md#r12]: ")[1] for one in problems.splitlines() if one)
     } == {f"{name}: {told}" for name in ("noise", "mask", "dice")}
+
+
+def test_rows_are_columns_with_numbers_of_two_kinds_and_places_without_an_array() -> None:
+    rows = [(np.int64(n) if n % 3 else n, None if n % 5 else np.full(2, n)) for n in range(70)]
+    table = columns.table_of(rows)
+    assert table is not None
+    back = columns.rows_of(tuple, table.columns, table.pools)
+    other = columns.table_of([(7, rows[7][1]) if n == 7 else row for n, row in enumerate(rows)])
+
+    assert [(type(a), a, type(b), b is None or b.tolist()) for a, b in back] == [
+        (type(a), a, type(b), b is None or b.tolist()) for a, b in rows
+    ]
+    assert columns.digest(other) != columns.digest(table)
 
 
 class Thing:
