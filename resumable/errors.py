@@ -382,6 +382,10 @@ class Once:
         self.issued: dict[str, None] = {}
         _all.add(self)
 
+    def has_told(self, about: str) -> bool:
+        """Whether there was a warning about this."""
+        return about in self._told
+
     def warn(self, *texts: str, about: str | None = None) -> None:
         """Warn of each, unless this text or this `about` has already been used."""
         for text in texts:

@@ -12,6 +12,7 @@ import torch
 
 from ..files import codec, sharded_tensor, tensor_file
 from ..files.codec import Encoded
+from ..files.strict_json import Json
 from ..files.threads import no_garbage_collection
 from . import collect
 from .aliases import fill, nodes
@@ -46,16 +47,17 @@ class LastSave:
         self._copies: dict[str, dict[str, torch.Tensor]] = {}
 
     @no_garbage_collection()
-    def changed(self, parts: Parts) -> list[str]:
-        """Return the parts whose state differs from the one that was saved."""
+    def changed(self, parts: Parts) -> dict[str, tuple[Json, Json]]:
+        """Return the parts whose state differs from the one that was saved, each as JSON then and now."""
         now, about = collect.collect(parts)
         untouched = {stem for stem, seen in self._live.items() if _is_untouched(*seen, now[stem])}
-        return [
-            name
+        return {
+            name: (self._trees[stem].json.get(name), now[stem].json.get(name))
             for name in about
             if about[name]["kind"] != "position"
-            and any(self._has_changed(name, stem, now, stem in untouched) for stem in self._trees)
-        ]
+            for stem in self._trees
+            if self._has_changed(name, stem, now, stem in untouched)
+        }
 
     def _has_changed(self, part: str, stem: str, now: Trees, is_untouched: bool) -> bool:
         then = collect.without_fleeting(self._trees[stem].json.get(part))

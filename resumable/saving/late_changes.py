@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ..boundary import Boundary
 from ..errors import SaveFailed
+from ..files.strict_json import Json
 from ..parts.part import Trees
 from ..parts.watch import LastSave
 from ..training import Training
+from ..views import variables
 from .image import Image
 from .snapshot import Snapshot
+
+_LOST = "what is lost"
 
 
 class LateChanges:
@@ -45,18 +51,19 @@ class LateChanges:
             return []
         # A fused optimizer changes tensors without counting it, so steps are looked at too.
         stepped = self._parts.trained() if self._position.work() > save.work else []
-        changed = []
+        found: Mapping[str, tuple[Json, Json]] = {}
         self._image.catch_up()
         # The writer reports what went wrong with the image.
         with contextlib.suppress(SaveFailed):
-            changed = save.state.changed(self._parts)
+            found = save.state.changed(self._parts)
         summed = [] if save.sums in (None, self._position.means.version) else ["means"]
-        changed = [*dict.fromkeys([*stepped, *changed, *summed])]
-        if changed:
+        changed = [*dict.fromkeys([*stepped, *found, *summed])]
+        if changed and not self._once.has_told(_LOST):
+            named = (variables.differing(*found[one]) if one == variables.PART else [one] for one in changed)
             self._once.warn(
-                f"{', '.join(changed)} changed after save() in the same body: a resume from checkpoint "
-                f"{save.number} would not have the change. Call save() last in the body. [R03]",
-                about="what is lost",
+                f"{', '.join(itertools.chain(*named))} changed after save() in the same body: a resume from "
+                f"checkpoint {save.number} would not have the change. Call save() last in the body. [R03]",
+                about=_LOST,
             )
         for part in self._parts.all:
             self._once.warn(*part.outgrown())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -91,6 +92,18 @@ def tensor_names(look: Json) -> dict[str, str]:
     """Return the path of each tensor in a stored look, by its name in the file."""
     # One that is met twice has the first path.
     return {row.tensor: f"{PART}.{row.path}" for row in reversed([*rows(look)]) if row.tensor}
+
+
+def differing(then: Json, now: Json) -> list[str]:
+    """Return the variables in which two stored looks differ; all of the script's if only their tensors do."""
+    one, other = (
+        {row.path: (row.root, row.kind, None if row.tensor else json.dumps(row.value)) for row in rows(look)}
+        for look in (then, now)
+    )
+    paths = [path for path in dict.fromkeys([*one, *other]) if one.get(path) != other.get(path)]
+    return [*dict.fromkeys((one.get(path) or other[path])[0] for path in paths)] or [
+        "variables of the script"
+    ]
 
 
 class _Look:

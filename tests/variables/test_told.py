@@ -193,3 +193,9 @@ def test_allow_accepts_what_does_not_come_back(folder: Path, forks: Forks) -> No
     assert "\n  reader: " in lost.err
     assert "window: it is not there any more" in gone.err
     assert not accepted.err + accepted_too.err
+
+
+def test_what_changes_after_a_save_is_named(folder: Path, forks: Forks) -> None:
+    (folder / "train.py").write_text(SCRIPT.replace("state.save()", "state.save(); history.append(0.0)"))
+
+    assert ": history changed after save() in the same body" in forks.run(["train.py", "0"], folder).err
