@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from types import FunctionType
 from typing import Any
 
@@ -34,16 +34,20 @@ by the script, and what is ours is no variable."""
 _NOT_ENTERED = {"class", "function", "module", "method", "partial"}
 CALLED = ("function", "method", "partial", "class")
 """The kinds of what may be called later: all of them the script's."""
+_WITHOUT_STATE = {*sys.stdlib_module_names, "torch", "numpy.dtypes"}
+"""The modules of compiled classes whose objects do not change, or show what they hold."""
+_UNKNOWN = Content(("a compiled object of which nothing is known",))
 _NUMBERS = (bool, int, float, complex, np.number, np.bool_)
 
 
 class Libraries:
     """Which objects of libraries are looked into: none that leads to a file, a lock or a process."""
 
-    def __init__(self, owned: Owned) -> None:
-        self._owned = owned
+    def __init__(self, owned: Owned, has_changed: Callable[[Any], bool]) -> None:
+        self._owned, self._has_changed = owned, has_changed
         self._found: dict[int, tuple[Any, bool]] = {}
         self._with_processes: set[int] = set()
+        self._halves: set[int] = set()
 
     def is_open(self, value: Any) -> bool:
         """Whether an object of a library is looked into."""
@@ -57,6 +61,10 @@ class Libraries:
     def has_processes(self, value: Any) -> bool:
         """Whether an object of an installed package works in processes of its own."""
         return not self.is_open(value) and id(value) in self._with_processes
+
+    def is_half(self, value: Any) -> bool:
+        """Whether an object is, or is in, one of a library that leads to a compiled one which has changed."""
+        return id(value) in self._halves
 
     def _reached(self, root: Any) -> dict[int, Any] | None:
         """Return all that an object leads to; None if that is too much, or cannot be in a checkpoint."""
@@ -78,7 +86,47 @@ class Libraries:
                 return None
             seen[id(value)] = value
             waiting.extend(child for _, child in kinds.look_into(value).children())
+        compiled = [one for one in seen.values() if is_compiled(one)]
+        if any(compiled_content(one) == _UNKNOWN or self._has_changed(one) for one in compiled):
+            self._halves |= seen.keys()
         return seen
+
+
+def is_compiled(value: Any) -> bool:
+    """Whether an object of a library may have a state in C that no attribute shows, such as a simulator's."""
+    return kinds.kind_of(value) == "library" and _is_compiled(type(value))
+
+
+@own.by_class
+def _is_compiled(of: type) -> bool:
+    return any(map(_has_no_attributes, of.__mro__[:-1]))
+
+
+def _has_no_attributes(of: type) -> bool:
+    module = own.module_of(of)
+    if not {module, module.partition(".")[0]}.isdisjoint(_WITHOUT_STATE) or module == "numpy":
+        return False
+    return not any({"__dict__", "__slots__"} & own.namespace(one).keys() for one in of.__mro__[:-1])
+
+
+def compiled_content(value: Any) -> Content:
+    """Return what `__reduce_ex__` says of a compiled object; nothing of it is ever stored."""
+    try:
+        whole = _digests(codec.encode(_plain(value)))
+    except Exception:
+        # Most cannot be pickled.
+        return _UNKNOWN
+    return kinds.content(value)._replace(whole=whole)
+
+
+def _plain(value: Any) -> Any:
+    if callable(value) or isinstance(value, str):
+        return getattr(value, "__qualname__", value)
+    if isinstance(value, (list, tuple)):
+        return [_plain(one) for one in value]
+    if isinstance(value, dict):
+        return [_plain(one) for one in value.items()]
+    return _plain([*value.__reduce_ex__(4)[:3]]) if is_compiled(value) else value
 
 
 def is_data(value: Any, depth: int = 0) -> bool:
@@ -185,9 +233,12 @@ def state(value: Any) -> Any:
 def state_content(value: Any) -> Content:
     """Return a digest of the state of an object; that of one that cannot be stored is always the same."""
     try:
-        stored = codec.encode(state(value))
+        return Content(_digests(codec.encode(state(value))))
     except Hole:
         return Content(("no state",))
+
+
+def _digests(stored: codec.Encoded) -> tuple[Hashable, ...]:
     text = json.dumps([stored.json, stored.aliases]).encode()
     tensors = tuple((name, fingerprint.of_tensor(one)) for name, one in stored.tensors.items())
-    return Content((xxhash.xxh3_128_digest(text), tensors))
+    return xxhash.xxh3_128_digest(text), tensors

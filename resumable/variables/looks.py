@@ -72,7 +72,7 @@ class Look:
     ) -> None:
         """`places`: where the code of the script stores; None for anywhere."""
         self._owned, self._known, self._places = owned, known, places
-        self._libraries = Libraries(owned)
+        self._libraries = Libraries(owned, lambda value: not self.is_unchanged(value))
         self._constants: list[Node] = []
         self._same: dict[int, bool] = {}
         """Whether what was there before is as it was then, by identity."""
@@ -119,6 +119,10 @@ class Look:
                 and not libraries.has_state(node.value, node.kind)
                 and self.is_leaf(node)
             ):
+                continue
+            if libraries.is_compiled(node.value) or self._libraries.is_half(node.value):
+                # Never half an object: its numbers without what is compiled.
+                self.lost.append((str(node), "it changes with a compiled object, which cannot be filled"))
                 continue
             if self._is_foreign(node):
                 self.lost.append((str(node), "other than numbers in an object of a library"))
@@ -184,6 +188,8 @@ class Look:
             return node.inside().content().without(covered)
         if libraries.has_state(value, kind):
             return libraries.state_content(value)
+        if libraries.is_compiled(value):
+            return libraries.compiled_content(value)
         table = self.table(value) if kind == "list" else None
         return node.inside().content() if table is None else Content((columns.digest(table),))
 
@@ -383,6 +389,8 @@ def _tensor(look: Look, value: Any, before: Content | None, where: str) -> Entry
         raise Hole(problem)
     if value.nbytes > LARGEST_EXPANDED and fingerprint.memory_of(value.detach()).nbytes < value.nbytes:
         raise Hole("a tensor that repeats its elements, and is far larger than its memory")
+    if value.grad_fn is not None and signs.holds_graph(value):
+        look.lost.append((where, "its graph, which no backward() has used: keep it with detach()"))
     return {
         "tensor": value.detach(),
         "requires_grad": value.requires_grad and value.is_leaf,
@@ -416,7 +424,11 @@ def _object(look: Look, value: Any, before: Content | None, where: str) -> Entry
 def _attributes(look: Look, value: Any, before: Content | None, where: str) -> Entry:
     """Return what has changed of a class, a function or a module: each step with its value."""
     old = before.items if before is not None else {}
-    held = [(step, one) for step, one in kinds.look_into(value).steps() if step.how != "__class__"]
+    inside = kinds.look_into(value)
+    now = inside.content().items
+    hooks = [how for how in {*old, *now} if how.endswith("_hooks") and old.get(how) != now.get(how)]
+    look.lost += [(f"{where}.{how}", "a hook that the loop has registered or removed") for how in hooks]
+    held = [(step, one) for step, one in inside.steps() if step.how not in ("__class__", *hooks)]
     changed = [(step, one) for step, one in held if old.get(step.how, {}).get(step.name, ()) != mark(one)]
     changed = [(step, one) for step, one in changed if look._may_be_at(step, one, where)]
     return {"steps": [[*step, look.value(one, f"{where}{step}")] for step, one in changed]}

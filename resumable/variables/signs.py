@@ -16,6 +16,7 @@ from ..objects import contents, kinds, own, slots
 from .atoms import Hole
 
 T = TypeVar("T", bound=Iterable[Any])
+_MOST_NODES = 300
 
 _LIVE: tuple[tuple[str, tuple[type, ...]], ...] = (
     ("an open file", (io.IOBase,)),
@@ -58,6 +59,26 @@ def inside(value: Any) -> str | None:
         return None
     held = slots.attributes(value).values()
     return next((found for one in held if type(one) not in contents.ATOMS and (found := live(one))), None)
+
+
+def holds_graph(tensor: Any) -> bool:
+    """Whether a tensor has a graph that `backward()` can still use, and that has not been used yet."""
+    waiting, seen, is_found = [tensor.grad_fn], dict[int, Any](), False
+    while waiting and len(seen) < _MOST_NODES:
+        if (node := waiting.pop()) is None or id(node) in seen:
+            continue
+        seen[id(node)] = node
+        try:
+            for name in [one for one in dir(type(node)) if one.startswith("_raw_saved_")]:
+                # With a hook it is computed again as it is read.
+                if getattr(getattr(node, name), "unpack_hook", None) is None:
+                    getattr(node, name.removeprefix("_raw"), None)
+                is_found = True
+        except RuntimeError:
+            # What it needs is freed, or changed.
+            return False
+        waiting += [one for one, _ in node.next_functions]
+    return is_found
 
 
 def is_own(function: Any) -> bool:

@@ -16,6 +16,7 @@ import chosen
 import numpy as np
 import pytest
 import torch
+import xxhash
 from forks import Forks
 from places import DATA, SUPPORT
 
@@ -246,7 +247,7 @@ def names(variables: dict[str, Any], may_be_bound: Collection[str] = ()) -> Name
 def stored(before: Namespace, change: Any, bound: Mapping[str, Any], owned: Owned | None = None) -> Any:
     """Return what a look stores of a change in place, and of variables that are bound."""
     first = Look(owned or Owned())
-    look = Look(owned or Owned(), walks.met(walks.walk(before.roots(), first.is_leaf)).get)
+    look = Look(owned or Owned(), walks.met(walks.walk(before.roots(), first.is_leaf), first.content).get)
     change(before.variables)
     look.changes(before.roots())
     rows = [[name, look.value(one, name)] for name, one in bound.items()]
@@ -452,6 +453,34 @@ def test_nothing_but_numbers_is_put_into_an_object_of_a_library(
 
     assert vars(later.variables["env"]) == vars(Foreign())
     assert len(putting.problems) == 1
+
+
+@pytest.mark.parametrize(
+    ("compiled", "change", "is_told"),
+    [
+        (lambda: np.random.PCG64(1), lambda held: held.random_raw(), True),
+        (lambda: np.random.PCG64(1), lambda _: None, False),
+        (xxhash.xxh64, lambda held: held.update(b"a"), True),
+        (lambda: re.compile("a"), lambda held: held.match("a"), False),
+    ],
+)
+def test_numbers_beside_a_compiled_object_that_changes_are_told_and_not_filled(
+    compiled: Any, change: Any, is_told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(own, "is_own_class", lambda kind: False)
+    inner, outer = Foreign(), Foreign()
+    inner.call, outer.call = compiled(), inner
+
+    def step(held: Any) -> None:
+        change(inner.call)
+        inner.count += 1
+        outer.count += 1
+
+    tree, lost = stored(names({"env": outer}), step, {})
+
+    assert {where for where, _ in lost} >= ({"env", "env.call"} if is_told else set())
+    assert any("data" in one for one in tree["entries"]) is not is_told
+    assert bool(lost) is is_told
 
 
 def test_the_index_of_an_enumerate_is_set_and_a_huge_one_is_left() -> None:
