@@ -217,6 +217,10 @@ class TrainingCounters:
             self.updates += 1
             # A body of steps() is one step, however many the optimizer makes in it.
             self.step = self.step + 1 if self._body is not _STEP else self._step_in_hand + 1
+        self.note_step(optimizer)
+
+    def note_step(self, optimizer: str) -> None:
+        """Note that an optimizer has made a step in this body: its gradients are used."""
         if self._stepped is not None:
             self._stepped.add(optimizer)
 

@@ -52,18 +52,22 @@ class Others:
         self._given = given
         self._parameters = parameters
         self._found = found
-        self._known: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._known: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+        """By optimizer: whether it trains what was given, and was not given itself."""
 
-    def stepped(self, optimizer: Any) -> None:
-        """Note that an optimizer, given or not, has made a step."""
-        if optimizer in self._known:
-            return
-        self._known.add(optimizer)
+    def stepped(self, optimizer: Any) -> bool:
+        """Return whether an optimizer that has made a step is such a one."""
+        if optimizer not in self._known:
+            self._known[optimizer] = is_other = self._is_other(optimizer)
+            if is_other:
+                self._found()
+        return self._known[optimizer]
+
+    def _is_other(self, optimizer: Any) -> bool:
         own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         if any(_leads_to(live, optimizer) for live in self._given):
-            return
-        if any(id(parameter) in own for parameter in self._parameters()):
-            self._found()
+            return False
+        return any(id(parameter) in own for parameter in self._parameters())
 
 
 def _leads_to(live: Any, optimizer: Any) -> bool:

@@ -39,7 +39,7 @@ class StepCounter:
             self._hooks.append(live.register_step_post_hook(hook))
         # `untraced` takes a second to import torch's compiler, unless an optimizer has done so already.
         if "torch._dynamo" in sys.modules:
-            hook = untraced(_weakly(self._others.stepped))
+            hook = untraced(_weakly(self._other_stepped))
             self._hooks.append(register_optimizer_step_post_hook(hook))
         self._position.watch_optimizers(
             [*given.values()], are_hooked=bool(hooked), counts_steps=self._first in hooked
@@ -81,6 +81,11 @@ class StepCounter:
             # Before its first step most optimizers have no state.
             self._is_prepared = True
             self._saving.prepare()
+
+    def _other_stepped(self, optimizer: Any) -> None:
+        """Know that one that was not given, such as one made in the loop, has ended a window of gradients."""
+        if self._others.stepped(optimizer):
+            self._position.note_step("")
 
     def _lacks_saves(self) -> bool:
         # The default rule was not asked for: a script that calls save() itself is right.

@@ -169,6 +169,15 @@ def test_what_a_script_keeps_beside_its_parts_comes_back_or_is_told(
     assert is_told
 
 
+def test_a_signal_ends_the_body_in_which_an_optimizer_made_in_the_loop_steps(
+    forks: Forks, tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text(HEAD + training(TRAININGS["optimizer made in the loop"]))
+    forks.run(["train.py"], tmp_path, environment={"STOP": "5"})
+
+    assert len((tmp_path / "noted").read_text().splitlines()) == 4
+
+
 EDITED = """
 import sys
 patience, rate, best = 5, {'decays': 1.0, 'stays': 1.0}, 0
