@@ -19,7 +19,8 @@ import sys
 sys.path.insert(0, {str(SUPPORT / "site-packages")!r})
 from ticking import ended, load, tick
 """
-CODES = {"term": 128 + signal.SIGTERM, "kill": -signal.SIGKILL}
+CODES = {"term": (0, 128 + signal.SIGTERM, -signal.SIGTERM), "kill": (0, -signal.SIGKILL)}
+"""How a start may end: by the signal itself where a loop was left by a break before it could save."""
 PEERS = re.compile(r"^import .*\b(gymnasium|torchmetrics)\b", re.MULTILINE)
 """What a script may need, and is imported once: it takes longer than the training."""
 Scripts = dict[str, tuple[str, str]]
@@ -54,7 +55,7 @@ def lives(source: str, folder: Path, stops: tuple[int, ...] = (), how: str = "te
     for stop in (*stops, None):
         environment = {"HOW": how} | ({"STOP": str(stop)} if stop else {})
         life = forks.run(["train.py"], folder, environment=environment)
-        assert life.code in (0, CODES[how]), life.err
+        assert life.code in CODES[how], life.err
         found.append(Life(*(_taken(folder / name) for name in ("noted", "told")), life.code))
         if not life.code:
             break
@@ -72,7 +73,7 @@ def exact(found: list[Life], whole: list[object]) -> list[Life]:
     done = 0
     for number, life in enumerate(found):
         # Bodies that began after the last save are trained again
-        places = range(done, -1, -1) if number and found[0].code == CODES["kill"] else [done]
+        places = range(done, -1, -1) if number and found[number - 1].code < 0 else [done]
         begun = next((at for at in places if whole[at : at + len(life.noted)] == life.noted), None)
         if begun is None or (life is found[-1] and begun + len(life.noted) != len(whole)):
             return found[:number]
