@@ -81,6 +81,9 @@ class Heads:
     def saving(self, *, is_called: bool) -> None:
         """Note what may follow a save; warn of a `save()` where a resume cannot go on exactly."""
         self.body_ended()
+        if self._loaded and self._training.position.streams.is_holding():
+            # The lines before the loop, which run again, have come to a `save()` of theirs.
+            self._put_parts_back()
         if not is_called or self._training.position.is_outside() or (script := self._script()) is None:
             return
         self._training.once.warn(*script.variables.places())

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from ..files import encoder, fingerprint
 from ..objects import contents, kinds, own, slots, walks
@@ -93,6 +94,9 @@ class Look:
         if node.kind == "list":
             return self.table(node.value) is not None
         if node.kind == "library" and self._owned.covered(node.value) is None:
+            if issubclass(type(node.value), LRScheduler):
+                # Its state has nothing of its functions.
+                return False
             return libraries.has_state(node.value, node.kind) or not self._libraries.is_open(node.value)
         return node.kind == "module"
 

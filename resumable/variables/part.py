@@ -40,6 +40,8 @@ class ScriptPart(Part):
         self._last: dict[str, Any] | None = None
         """What the next look finds, where nothing of the script runs before the body ends."""
         self._is_still = False
+        self._loaded: dict[str, Any] | None = None
+        """What a checkpoint had of them, until a body is handed out."""
         self.variables = Variables(self.owned, choice)
 
     def bind(self, parts: Parts) -> None:
@@ -64,6 +66,10 @@ class ScriptPart(Part):
 
     def collect(self) -> dict[str, Any]:
         """Return what has changed since the loop began."""
+        if self._parts and self._parts.position.streams.is_holding() and self._loaded is not None:
+            # The next head puts that back, whatever the lines before it change.
+            return {self.stem: self._loaded}
+        self._loaded = None
         if self._last is not None:
             return self._last
         more = {"shared": [*self._found_shared()], "overridden": [*self.choice.override]}
@@ -131,7 +137,7 @@ class ScriptPart(Part):
     def restore(self, saved: Saved, unfit: AbstractSet[str], code_wins: AbstractSet[str]) -> None:
         """Let the next heads of the loops put the variables back."""
         tree = saved.copy(self.stem, same_device)
-        tree = self.choice.without(tree, wins(tree, code_wins))
+        tree = self._loaded = self.choice.without(tree, wins(tree, code_wins))
         self._shared = tree.get("shared", ())
         self.variables.load(tree)
 

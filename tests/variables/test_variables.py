@@ -205,6 +205,39 @@ def test_what_the_loop_leaves_alone_is_what_the_script_says_now(forks: Forks, tm
     ]
 
 
+AGAIN = """
+import carrying, os, torch
+model, count = torch.nn.Linear(1, 1), 0
+torch.nn.init.zeros_(model.weight)
+carrying.parts = {'model': model}
+def save(where):
+    if os.environ.get('SAVES') == where:
+        carrying.run().save().wait()
+        os._exit(0)
+save('before the loop')
+for epoch in epochs(2):
+    count += 1
+    model.weight.data += 1
+    save('in its first lines')
+    for batch in batches():
+        note(count, model.weight.item())
+"""
+
+
+@pytest.mark.parametrize("where", ["before the loop", "in its first lines"])
+def test_a_save_in_lines_that_run_again_has_what_they_have_not_changed(
+    where: str, forks: Forks, tmp_path: Path
+) -> None:
+    expected, _ = noted(forks, AGAIN, tmp_path / "plain")
+    (folder := tmp_path / "stopped").mkdir()
+    (folder / "train.py").write_text(HEAD + AGAIN)
+
+    for environment in ({"STOP": "5"}, {"SAVES": where}, {"STOP": "1"}, {"SAVES": where}, {}):
+        forks.run(["train.py"], folder, environment=environment)
+
+    assert [json.loads(one) for one in (folder / "noted").read_text().splitlines()] == expected
+
+
 def test_a_thread_that_loads_batches_leaves_the_variables_alone(forks: Forks, tmp_path: Path) -> None:
     source = """
 import threading
