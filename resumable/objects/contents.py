@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import contextlib
 import datetime
+import itertools
 import json
 import pathlib
 import random
@@ -77,6 +78,9 @@ def mark(value: Any) -> Mark:
         return of, repr(value)
     if of is tuple and is_atom(value):
         return of, tuple(map(mark, value))
+    if of is itertools.count:
+        # It cannot be filled in place: what holds it gets another.
+        return of, id(value), repr(value)
     return (of, value.dtype.str, value.tobytes()) if issubclass(of, np.generic) else (of, id(value))
 
 

@@ -277,9 +277,7 @@ class Look:
     def _is_as_before(self, value: Any, met: Met) -> bool:
         """Whether an object that cannot be filled in place is the same all through."""
         inside = [child for _, child in kinds.look_into(value).children()]
-        return met.content == kinds.content(value) and all(
-            self.known(one) or self._owned.name(one) for one in inside
-        )
+        return met.content == kinds.content(value) and all(map(self.is_known, inside))
 
     def items(self, values: list[Any], where: str) -> Any:
         """Return values as a tree has them; many numbers of one type as an array."""
@@ -434,8 +432,14 @@ def _attributes(look: Look, value: Any, before: Content | None, where: str) -> E
     look.lost += [(f"{where}.{how}", "a hook that the loop has registered or removed") for how in hooks]
     held = [(step, one) for step, one in inside.steps() if step.how not in ("__class__", *hooks)]
     changed = [(step, one) for step, one in held if old.get(step.how, {}).get(step.name, ()) != mark(one)]
-    changed = [(step, one) for step, one in changed if look._may_be_at(step, one, where)]
-    return {"steps": [[*step, look.value(one, f"{where}{step}")] for step, one in changed]}
+    is_librarys = isinstance(value, torch.nn.Module) and not own.is_own_class(type(value))
+    steps = []
+    for step, one in changed:
+        if is_librarys and not libraries.is_data(one):
+            look.lost.append((f"{where}{step}", f"a {type(one).__name__} in an object of a library"))
+        elif look._may_be_at(step, one, where):
+            steps.append([*step, look.value(one, f"{where}{step}")])
+    return {"steps": steps}
 
 
 def _partial(look: Look, value: Any, before: Content | None, where: str) -> Entry:

@@ -60,6 +60,8 @@ class Putting:
         self.problems, self._places = [], running.places(there.values())
         if not self._left:
             self._filled = set()
+            # A count cannot be filled again.
+            self._made = {n: one for n, one in self._made.items() if type(one) is not itertools.count}
         self.find(there, owned)
         for number, entry in enumerate(self._entries):
             if number in self._found and entry.keys() - _HEAD:
