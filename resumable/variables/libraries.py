@@ -18,6 +18,7 @@ from ..files import codec, fingerprint
 from ..objects import kinds, own
 from ..objects.contents import Content
 from ..objects.kinds import Kind
+from ..objects.walks import Node
 from . import signs
 from .atoms import Hole
 from .owned import Owned
@@ -136,7 +137,7 @@ def is_data(value: Any, depth: int = 0) -> bool:
     (True, False, False)
     """
     of = type(value)
-    if value is None or issubclass(of, _NUMBERS) or of is torch.Tensor:
+    if value is None or issubclass(of, _NUMBERS) or of in (torch.Tensor, torch.nn.Parameter):
         return True
     kind = kinds.kind_of(value)
     if kind in ("generator", "array"):
@@ -209,6 +210,19 @@ def takes(of: type, name: str, before: type | None, value: Any) -> bool:
 
 def _is_number(of: type) -> bool:
     return issubclass(of, (int, float, np.number)) and of is not bool
+
+
+def lacks_some(value: Any) -> bool:
+    """Whether the state of an object lacks the parameters or the functions that it was given."""
+    return issubclass(type(value), (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler))
+
+
+def holder(node: Node) -> Any:
+    """Return the optimizer or scheduler that has an object in its containers; None if there is none."""
+    above = node.owner
+    while above is not None and above.kind not in ("library", *OWN):
+        above = above.owner
+    return above.value if above is not None and lacks_some(above.value) else None
 
 
 def has_state(value: Any, kind: Kind) -> bool:

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.optim.lr_scheduler import LRScheduler
 
 from ..files import encoder, fingerprint
 from ..objects import contents, kinds, own, slots, walks
@@ -93,9 +92,10 @@ class Look:
             return True
         if node.kind == "list":
             return self.table(node.value) is not None
+        if node.kind == "dict" and node.owner and libraries.lacks_some(node.owner.value):
+            return bool(node.step.name == "state")
         if node.kind == "library" and self._owned.covered(node.value) is None:
-            if issubclass(type(node.value), LRScheduler):
-                # Its state has nothing of its functions.
+            if libraries.lacks_some(node.value):
                 return False
             return libraries.has_state(node.value, node.kind) or not self._libraries.is_open(node.value)
         return node.kind == "module"
@@ -111,7 +111,7 @@ class Look:
         for node in nodes:
             if node.kind == "library" and self._libraries.has_processes(node.value):
                 self.lost.append((str(node), "it works in processes of its own"))
-            if (is_same := self._same.get(id(node.value))) is None:
+            if (is_same := self._same.get(id(node.value))) is None or self._is_in_state(node):
                 continue
             if is_same:
                 is_own = self._owned.base(node.value) is None and not libraries.is_inside(_kinds_above(node))
@@ -164,6 +164,12 @@ class Look:
                 # That of some class may be none that can be stored.
                 with contextlib.suppress(Hole):
                     entry["constant"][1] = _WRITERS[node.kind](self, value, None, str(node))
+
+    def _is_in_state(self, node: Node) -> bool:
+        """Whether an object above, which is no part, has this one in its own state."""
+        holder = libraries.holder(node)
+        is_lacking = node.kind in libraries.OWN or issubclass(type(node.value), torch.nn.Parameter)
+        return holder is not None and not is_lacking and self._owned.covered(holder) is None
 
     def _is_foreign(self, node: Node) -> bool:
         """Whether an object in one of a library may not be filled."""
