@@ -140,7 +140,7 @@ def is_data(value: Any, depth: int = 0) -> bool:
     if value is None or issubclass(of, _NUMBERS) or of in (torch.Tensor, torch.nn.Parameter):
         return True
     kind = kinds.kind_of(value)
-    if kind in ("generator", "array"):
+    if kind in ("generator", "array", "count"):
         return of is not np.ndarray or value.dtype.kind in "biufc"
     if kind == "dict" and depth < 8:
         pairs = kinds.items_of(value)
