@@ -113,7 +113,7 @@ class BatchDigests:
     def __init__(self) -> None:
         self.digest: Callable[[Any], Any] | None = None
         """Makes the digest of a batch, if there is an observer."""
-        self.first_body: Hook | None = None
+        self.first_body: list[Hook] = []
         """Called when the next body begins."""
         self._digests: list[Any] = []
 
@@ -139,13 +139,14 @@ class BatchDigests:
         self._digests = digests
 
     def call_at_body(self, hook: Hook) -> None:
-        """Call a hook when the next body begins."""
-        self.first_body = hook
+        """Call a hook, once, when the next body begins."""
+        if hook not in self.first_body:
+            self.first_body.append(hook)
 
     def body_begins(self) -> None:
-        """Call the hook that waits for a body, if there is one."""
-        if self.first_body is not None:
-            hook, self.first_body = self.first_body, None
+        """Call the hooks that wait for a body."""
+        hooks, self.first_body = self.first_body, []
+        for hook in hooks:
             hook()
 
 

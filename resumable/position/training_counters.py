@@ -255,7 +255,7 @@ class TrainingCounters:
             self.streams.note_training(in_loop=True)
         if self._has_saved_end:
             self._warn_of_saved_end()
-        if self.handed.first_body is not None:
+        if self.handed.first_body:
             self.handed.body_begins()
         if digest:
             self.handed.add(digest)

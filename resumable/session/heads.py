@@ -22,8 +22,11 @@ class Heads:
     def __init__(self, training: Training, resuming: Resuming) -> None:
         self._training, self._resuming = training, resuming
         self._parts: Sequence[Part] = [*training.parts.models, *training.parts.optimizers]
-        self._loaded: Mapping[str, object] = {}
-        """What models and optimizers were as they were loaded; None if the script has changed it since."""
+        self._loaded: Mapping[str, object] | None = None
+        """Until a body begins, what models and optimizers were as they were loaded.
+
+        None of one that the script has changed since.
+        """
         self._goes_back = False
         self._thread = threading.get_ident()
 
@@ -35,6 +38,7 @@ class Heads:
         """Note what a checkpoint has put into the parts."""
         if self._training.script:
             self._loaded = {part.name: _content(part) for part in self._parts}
+            self._training.position.handed.call_at_body(self._body_begins)
 
     def went_back(self) -> None:
         """Put the variables back at once where a body runs: what is left of it counts."""
@@ -50,15 +54,15 @@ class Heads:
         """Put back what was loaded, if no body was handed out since."""
         if (script := self._script()) is None:
             return
-        is_due = self._training.position.streams.is_holding()
+        is_due = self._is_due()
         if self._goes_back:
             self._loaded = {name: then if then == now else None for name, then, now in self._contents()}
             self._goes_back = False
-        elif is_due and self._loaded:
+        elif is_due:
             self._put_parts_back()
         if is_due:
             script.share()
-        self._loaded = self._loaded if is_due else {}
+        self._loaded = self._loaded if is_due else None
         _, problems = script.variables.head(is_due=is_due)
         self._tell(problems)
 
@@ -81,7 +85,7 @@ class Heads:
     def saving(self, *, is_called: bool) -> None:
         """Note what may follow a save; warn of a `save()` where a resume cannot go on exactly."""
         self.body_ended()
-        if self._loaded and self._training.position.streams.is_holding():
+        if self._is_due():
             # The lines before the loop, which run again, have come to a `save()` of theirs.
             self._put_parts_back()
         if not is_called or self._training.position.is_outside() or (script := self._script()) is None:
@@ -89,6 +93,15 @@ class Heads:
         self._training.once.warn(*script.variables.places())
         script.expect(is_still=script.variables.is_last_in_body())
         self._training.position.ends_without_batches(script.variables.may_ask_again)
+
+    def _is_due(self) -> bool:
+        """Whether no body has begun since a load: a body that an exception ends is not undone."""
+        return self._loaded is not None and self._training.position.streams.is_holding()
+
+    def _body_begins(self) -> None:
+        self._loaded = None
+        if self._training.script:
+            self._training.script.forget_loaded()
 
     def body_ended(self) -> None:
         """Note that the script goes on."""
@@ -102,7 +115,8 @@ class Heads:
 
     def _contents(self) -> Iterator[tuple[str, object, object]]:
         """Yield what each model and optimizer was as it was loaded, and what it is."""
-        return ((part.name, self._loaded[part.name], _content(part)) for part in self._parts)
+        loaded = self._loaded or {}
+        return ((part.name, loaded.get(part.name), _content(part)) for part in self._parts)
 
     def _put_parts_back(self) -> None:
         changed = [name for name, then, now in self._contents() if then is not None and then != now]

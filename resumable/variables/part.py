@@ -77,6 +77,10 @@ class ScriptPart(Part):
         self._last = found if self._is_still else None
         return found
 
+    def forget_loaded(self) -> None:
+        """Know that a body begins."""
+        self._loaded = None
+
     def expect(self, *, is_still: bool) -> None:
         """Know whether the script does nothing from now on until the body ends."""
         self._is_still, self._last = is_still, None
