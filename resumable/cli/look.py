@@ -127,7 +127,7 @@ def _diff(given: argparse.Namespace) -> int:
     else:
         kinds = {name: then.kind_of(name) for name in then.found.about.parts}
         if not given.all:
-            found = details.folded(found, kinds, then.found.about, now.found.about)
+            found = comparison.folded(found, kinds, then.found.about, now.found.about)
         details.print_differences(found, kinds, given.depth, all_of_it=given.all)
     return 0 if found["equal"] else 1
 

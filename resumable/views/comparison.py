@@ -14,8 +14,9 @@ from ..files.strict_json import Json
 from ..progress import Told
 from ..run import changes
 from ..run.checkpoint import RANKS, Checkpoint
+from ..run.manifest import Manifest
 from . import variables
-from .contents import Contents, Key, Span, Tensor, scan, whole
+from .contents import PLACE, RANDOM, Contents, Key, Span, Tensor, scan, whole
 from .magnitudes import Distance, distance_of
 
 Row = dict[str, Any]
@@ -167,6 +168,33 @@ def _changes(before: Contents, after: Contents) -> Iterator[Row]:
     for name, one, other in _unequal(then.environment, now.environment):
         effect = changes.environment_effect(name, one, other, is_on_gpu)
         yield _change_row("environment", name, one, other, effect)
+
+
+def folded(found: Row, kinds: Mapping[str, Json], before: Manifest, after: Manifest) -> Row:
+    """Return differences with a line each for the random states and for the place in the data."""
+    hidden = {name: kind for name, kind in kinds.items() if kind in (*RANDOM, PLACE)}
+    parts = [row["part"] for row in found["tensors"]]
+    parts += [_part_of(row) for row in found["changes"] if row["kind"] == "value"]
+    there = {hidden[part] for part in parts if part in hidden}
+    lines = ["random states differ"] if there & {*RANDOM} else []
+    lines += [_place(before, after)] if PLACE in there else []
+    changes = [row for row in found["changes"] if row["kind"] != "value" or _part_of(row) not in hidden]
+    metrics = [row for row in found["changes"] if ".metrics." in row["name"] and _part_of(row) == "position"]
+    tensors = [row for row in found["tensors"] if row["part"] not in hidden]
+    more = {"lines": lines, "differing": len(found["tensors"])}
+    return found | {"tensors": tensors, "changes": changes + metrics} | more
+
+
+def _part_of(row: Row) -> str:
+    return str(row["name"].rpartition(": ")[2].partition(".")[0])
+
+
+def _place(before: Manifest, after: Manifest) -> str:
+    pairs = {name: (getattr(before, name), getattr(after, name)) for name in ("epoch", "batch")}
+    if all(then == now for then, now in pairs.values()):
+        return "the place in the data differs"
+    texts = [f"{name} {then}" + f" -> {now}" * (now != then) for name, (then, now) in pairs.items()]
+    return f"the place in the data differs: {', '.join(texts)}"
 
 
 def _change_row(kind: str, name: str, before: Any, after: Any, effect: str | None = None) -> Row:

@@ -12,7 +12,6 @@ from ..errors import printable
 from ..files.jsonl import plain
 from ..files.strict_json import Json
 from ..run.checkpoint import RANKS
-from ..run.manifest import Manifest
 from ..run.policy import bytes_of
 from . import variables
 from .columns import terminal_width
@@ -27,12 +26,10 @@ _Item = TypeVar("_Item")
 _MOST = 24
 """The lines of one kind that a person reads; more are grouped, or cut."""
 _FEW = 8
-"""The same for what repeats the names of the model."""
+"""The same for what repeats the names of the model, or is in one variable."""
 _LONGEST = 60
 _LONG_NUMBER = re.compile(r"\d+\.\d{6,}(?:e[+-]?\d+)?")
 _DTYPES = 3
-_LINES = 3
-"""The lines for what differs in one variable."""
 _LARGE = 0.1
 """The share of a checkpoint from which on a variable's is named."""
 _PIECE = re.compile(r"\.(?![^\[]*\])|(?=\[)")
@@ -110,18 +107,18 @@ def _values(held: Contents) -> Iterator[tuple[str, Json]]:
 
 
 def _variables(held: Contents, measured: Measured) -> Iterator[Row]:
-    """Yield what the variables of the first rank hold, and on how many others it differs."""
+    """Yield what the variables hold on the first rank that has them, and on how many others it differs."""
     tensors = {(tensor.stem, tensor.name): tensor for tensor in held.tensors}
-    looks = {stem: tree[variables.PART] for stem, tree in held.trees.items() if variables.PART in tree}
-    ranks = {stem: [*variables.rows(looks[stem])] for stem in sorted(looks)}
+    looks = {stem: held.trees[stem].get(variables.PART) for stem in held.ranks()}
+    ranks = {stem: [*variables.rows(look)] for stem, look in looks.items() if look}
 
     def content(stem: str, row: variables.Row) -> object:
         return row.kind, row.value, measured.sizes.get((stem, f"{variables.PART}.{row.path}"))
 
     found = {stem: {row.path: content(stem, row) for row in some} for stem, some in ranks.items()}
-    for row in next(iter(ranks.values()), ()):
-        mine = next(iter(found.values()))[row.path]
-        tensor = tensors.get((next(iter(ranks)), f"{variables.PART}.{row.path}"))
+    first = {row.path: (stem, row) for stem in reversed(ranks) for row in reversed(ranks[stem])}
+    for stem, row in reversed(first.values()):
+        tensor = tensors.get((stem, f"{variables.PART}.{row.path}"))
         yield {
             "name": row.path,
             "of": row.root,
@@ -130,7 +127,7 @@ def _variables(held: Contents, measured: Measured) -> Iterator[Row]:
             "size": tensor.size if tensor else len(json.dumps(row.value)) * (row.value is not None),
             "is_left_alone": row.is_constant,
             "norm": plain(measured.sizes[tensor.key].norm) if tensor else None,
-            "differs_on": sum(one.get(row.path) != mine for one in found.values()),
+            "differs_on": sum(one.get(row.path) != found[stem][row.path] for one in found.values()),
         }
 
 
@@ -280,33 +277,6 @@ def _is_dull(name: str, value: Json, settings: Mapping[str, Json], places: Seque
 _TELLING = ("_last_lr",)
 
 
-def folded(found: Row, kinds: Mapping[str, Json], before: Manifest, after: Manifest) -> Row:
-    """Return differences with a line each for the random states and for the place in the data."""
-    hidden = {name: kind for name, kind in kinds.items() if kind in (*RANDOM, PLACE)}
-    parts = [row["part"] for row in found["tensors"]]
-    parts += [_part_of(row) for row in found["changes"] if row["kind"] == "value"]
-    there = {hidden[part] for part in parts if part in hidden}
-    lines = ["random states differ"] if there & {*RANDOM} else []
-    lines += [_place(before, after)] if PLACE in there else []
-    changes = [row for row in found["changes"] if row["kind"] != "value" or _part_of(row) not in hidden]
-    metrics = [row for row in found["changes"] if ".metrics." in row["name"] and _part_of(row) == "position"]
-    tensors = [row for row in found["tensors"] if row["part"] not in hidden]
-    more = {"lines": lines, "differing": len(found["tensors"])}
-    return found | {"tensors": tensors, "changes": changes + metrics} | more
-
-
-def _part_of(row: Row) -> str:
-    return str(row["name"].rpartition(": ")[2].partition(".")[0])
-
-
-def _place(before: Manifest, after: Manifest) -> str:
-    pairs = {name: (getattr(before, name), getattr(after, name)) for name in ("epoch", "batch")}
-    if all(then == now for then, now in pairs.values()):
-        return "the place in the data differs"
-    texts = [f"{name} {then}" + f" -> {now}" * (now != then) for name, (then, now) in pairs.items()]
-    return f"the place in the data differs: {', '.join(texts)}"
-
-
 def print_differences(found: Row, kinds: Mapping[str, Json], depth: int | None, all_of_it: bool) -> None:
     """Print in what two checkpoints differ; `kinds` are the kinds of the parts of the first."""
     whom = zip("AB", (found["before"], found["after"]), strict=True)
@@ -334,8 +304,7 @@ def print_differences(found: Row, kinds: Mapping[str, Json], depth: int | None, 
             if kind == "variable" and not all_of_it
             else map(_change_cells, changes)
         )
-        title = kind if kind == "environment" else f"{kind}s"
-        _print_section(title, [*cells], (0, 1, 2, 3), all_of_it)
+        _print_section(kind if kind == "environment" else f"{kind}s", [*cells], (0, 1, 2, 3), all_of_it)
 
 
 def _variable_changes(changes: Sequence[Row]) -> Iterator[list[str]]:
@@ -345,7 +314,7 @@ def _variable_changes(changes: Sequence[Row]) -> Iterator[list[str]]:
         if not row["name"].endswith(variables.KEYS):
             groups.setdefault(_PIECE.split(row["name"])[0], []).append(row)
     for name, of in groups.items():
-        if len(of) <= _LINES:
+        if len(of) <= _FEW:
             yield from map(_change_cells, of)
             continue
         first = _change_cells(of[0]) if of[0]["name"] == name else [name, "", "", ""]

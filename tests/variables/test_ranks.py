@@ -10,6 +10,8 @@ import pytest
 from forks import Forks
 from places import SUPPORT
 
+from resumable.cli.app import main
+
 TRAINING = f"""
 import sys
 sys.path.insert(0, {str(SUPPORT / "site-packages")!r})
@@ -82,7 +84,9 @@ def trained(
 
 @pytest.mark.heavy
 @pytest.mark.proves("exact")
-def test_each_rank_has_its_own_variables_back(forks: Forks, tmp_path: Path) -> None:
+def test_each_rank_has_its_own_variables_back(
+    forks: Forks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     expected, _ = trained(forks, tmp_path / "plain", [(2, -1)])
     assert expected[0][-1] != expected[1][-1]
 
@@ -90,6 +94,9 @@ def test_each_rank_has_its_own_variables_back(forks: Forks, tmp_path: Path) -> N
     for stops in ((2, 1), (3, 1), (4, 4), (5, 2)):
         starts = [*((2, stop) for stop in stops), (2, -1)]
         assert trained(forks, tmp_path / str(stops), starts) == (expected, ""), stops
+    main(["show", str(tmp_path / str(stops) / "run"), "--json"])
+    shown = {row["name"]: row["differs_on"] for row in json.loads(capsys.readouterr().out)["variables"]}
+    assert [shown[name] for name in ("weight", "seen[0]", "epoch")] == [1, 1, 0]
 
 
 @pytest.mark.heavy

@@ -92,7 +92,9 @@ def test_show_and_diff_have_the_paths_of_code(
     assert re.search(r"\n window ndarray 2000 <f8 16 kB \(\d\d %\) ", shown)
     for line in (
         "best 4.5 -> 2.25",
-        "history list of 3 -> list of 6 3 only in B",
+        "history list of 3 -> list of 6",
+        "history[5] - -> 42.5",
+        "replay deque of 3, maxlen 80 -> deque of 6, maxlen 80 9 only in B",
         "seen['val'][1] - -> 2.25",
         "average.shadow['conv.weight'] 2 of 2 3 1",
         "last['made in'][1] 2 of 2 1\n",
