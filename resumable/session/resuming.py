@@ -287,7 +287,7 @@ class Resuming:
         if look is None or self._script is None or self._script not in fit.plan.chosen:
             return ""
         file = getattr(sys.modules.get("__main__"), "__file__", None)
-        script = os.path.basename(file) if file and not is_notebook() else "the notebook"
+        script = "the notebook" if is_notebook() else os.path.basename(file or "the script")
         without = self._script.choice.without
         wins = choice.wins(look, fit.plan.code_wins[variables.PART])
         left = [one for one in wins if without(look, [one]) != without(look, ())]
