@@ -19,7 +19,7 @@ import xxhash
 
 from ..files import fingerprint
 from . import contents, own, slots
-from .contents import ATOMS, Content, is_atom, mark, row
+from .contents import ATOMS, Content, Mark, is_atom, mark, row
 
 Kind = str
 """The first word of a row of the table."""
@@ -81,13 +81,15 @@ class Inside(NamedTuple):
 
     def content(self) -> Content:
         """Return what of it counts: by name, where these are not too many."""
-        held = {how: some for how, some in self.groups.items() if how not in _TOLD_BY_WHOLE}
-        many = [how for how, some in held.items() if len(some) > contents.MOST_ITEMS]
-        digests = [row([*half]) for how in many for half in (held[how], held.pop(how).values())]
-        return Content(
-            (self.whole(), *digests),
-            {how: {name: mark(one) for name, one in some.items()} for how, some in held.items()},
-        )
+        whole, items = [self.whole()], dict[str, dict[Any, Mark]]()
+        for how, held in self.groups.items():
+            if how in _TOLD_BY_WHOLE:
+                continue
+            if len(held) > contents.MOST_ITEMS:
+                whole += [row([*held]), row([*held.values()])]
+            else:
+                items[how] = {name: mark(one) for name, one in held.items()}
+        return Content(tuple(whole), items)
 
 
 def kind_of(value: object) -> Kind:
@@ -97,7 +99,7 @@ def kind_of(value: object) -> Kind:
     ('list', 'atom', 'tensor', 'library')
     """
     # The class is asked, not the object: a proxy may refuse to answer.
-    return _row_of(type(value))[0]
+    return row_of(type(value))[0]
 
 
 def look_into(value: Any) -> Inside:
@@ -109,7 +111,7 @@ def look_into(value: Any) -> Inside:
     >>> [(str(step), child) for step, child in look_into({"a": 1, "b": [2]}).children()]
     [("['b']", [2])]
     """
-    return _row_of(type(value))[1](value)
+    return row_of(type(value))[1](value)
 
 
 def content(value: Any) -> Content:
@@ -305,7 +307,8 @@ _DERIVED: tuple[tuple[Kind, tuple[type, ...], Callable[[Any], Inside]], ...] = (
 
 
 @own.by_class
-def _row_of(of: type) -> tuple[Kind, Callable[[Any], Inside]]:
+def row_of(of: type) -> tuple[Kind, Callable[[Any], Inside]]:
+    """Return the kind of a class, and how its objects are looked into."""
     # By identity: a metaclass may have a hash of its own.
     rows = [(kind, look) for kind, some, look in _TABLE if any(one is of for one in some)]
     rows += [(kind, look) for kind, some, look in _DERIVED if issubclass(of, some)]

@@ -82,7 +82,7 @@ def unwrapped(value: Any) -> Any:
 def _is_own_file(file: str) -> bool:
     if file.startswith("<"):
         return not file.startswith(("<frozen", "<__array_function__", "<attrs", "<eval_with_key>"))
-    if any(one in file for one in _INSTALLED) or file.startswith(_libraries()):
+    if file.startswith(_libraries()) or any(one in file for one in _INSTALLED):
         # Most files are: to make two thousand paths absolute takes long.
         return False
     return not os.path.abspath(file).startswith(_libraries())

@@ -21,8 +21,10 @@ def attributes(value: Any) -> dict[str, Any]:
     >>> attributes(point)
     {'x': 3}
     """
-    found = dict.copy(held) if (held := dictionary(value)) is not None else {}
-    for name, slot in members(type(value)).items():
+    has_dictionary, slots = _layout(type(value))
+    held = object.__getattribute__(value, "__dict__") if has_dictionary else None
+    found = dict.copy(held) if type(held) is dict else {}
+    for name, slot in slots.items():
         try:
             found[name] = slot.__get__(value)
         except AttributeError:
@@ -32,17 +34,17 @@ def attributes(value: Any) -> dict[str, Any]:
 
 def dictionary(value: Any) -> dict[str, Any] | None:
     """Return the `__dict__` of an object, or None if it has none, or another than Python's."""
-    held = object.__getattribute__(value, "__dict__") if _has_dictionary(type(value)) else None
+    held = object.__getattribute__(value, "__dict__") if _layout(type(value))[0] else None
     return held if type(held) is dict else None
 
 
 @own.by_class
-def _has_dictionary(kind: type) -> bool:
+def _layout(kind: type) -> tuple[bool, dict[str, MemberDescriptorType]]:
+    """Return whether objects of a class have a `__dict__` of Python's, and their slots."""
     found = (vars(one)["__dict__"] for one in kind.__mro__ if "__dict__" in vars(one))
-    return type(next(found, None)) in DESCRIPTORS
+    return type(next(found, None)) in DESCRIPTORS, members(kind)
 
 
-@own.by_class
 def members(kind: type) -> dict[str, MemberDescriptorType]:
     """Return the slots of a class and of its bases, by the names that a class gives them."""
     slots = (vars(one).items() for one in reversed(kind.__mro__) if "__slots__" in vars(one))

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from . import own
 from .contents import Content
-from .kinds import Inside, Kind, Step, kind_of, look_into
+from .kinds import Inside, Kind, Step, look_into, row_of
 
 Path = tuple[Step, ...]
 Place = tuple[Step, Any]
@@ -21,10 +21,11 @@ ROOT = Step("", "")
 class Node:
     """An object that a walk has met, and how it came there first."""
 
-    __slots__ = ("_inside", "kind", "owner", "place", "value")
+    __slots__ = ("_inside", "_look", "kind", "owner", "place", "value")
 
     def __init__(self, value: Any, step: Step = ROOT, owner: Node | None = None) -> None:
-        self.value, self.kind, self.owner = value, kind_of(value), owner
+        self.value, self.owner = value, owner
+        self.kind, self._look = row_of(type(value))
         self.place: Place = step, owner and owner.place
         self._inside: Inside | None = None
 
@@ -41,7 +42,7 @@ class Node:
     def inside(self) -> Inside:
         """Return what is in it: looked into once, as long as the walk is there."""
         if self._inside is None:
-            self._inside = look_into(self.value)
+            self._inside = self._look(self.value)
         return self._inside
 
     def forget(self) -> None:

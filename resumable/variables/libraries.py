@@ -227,8 +227,8 @@ def holder(node: Node) -> Any:
 
 def has_state(value: Any, kind: Kind) -> bool:
     """Whether an object of a library says what its state is."""
-    methods = (getattr(type(value), name, None) for name in ("state_dict", "load_state_dict"))
-    return kind == "library" and all(map(callable, methods))
+    names = ("state_dict", "load_state_dict")
+    return kind == "library" and all(callable(getattr(type(value), name, None)) for name in names)
 
 
 def state(value: Any) -> Any:

@@ -57,7 +57,9 @@ class Namespace(NamedTuple):
     def roots(self) -> Iterable[tuple[Step, Any]]:
         """Return the objects among the variables, as roots of a walk."""
         return [
-            (Step(self.key, name), one) for name, one in self.variables.items() if not contents.is_atom(one)
+            (Step(self.key, name), one)
+            for name, one in self.variables.items()
+            if type(one) not in contents.ATOMS and not contents.is_atom(one)
         ]
 
 
@@ -88,8 +90,8 @@ class Look:
         """Whether the objects in an object are of no interest here."""
         if self._owned.name(node.value) is not None:
             return node.kind != "tensor" or not kinds.hooks_of(node.value)
-        if signs.inside(node.value) is not None:
-            return True
+        if node.kind == "object":
+            return signs.among(node.inside().groups["attribute"].values()) is not None
         if node.kind == "list":
             return self.table(node.value) is not None
         if node.kind == "dict" and node.owner and libraries.lacks_some(node.owner.value):
@@ -102,20 +104,25 @@ class Look:
 
     def changes(self, roots: Iterable[tuple[Step, Any]]) -> list[str]:
         """Encode all objects that were there before and have changed; return where they are."""
-        found, nodes = [], list[Node]()
+        found, nodes, gone = [], list[Node](), set[int]()
         for node in walks.walk(roots, self.is_leaf):
             nodes.append(node)
-            if node.kind not in _NEVER_CHANGED and (met := self.known(node.value)) is not None:
+            if (met := self._known(id(node.value))) is None:
+                continue
+            if not met.is_of(node.value):
+                gone.add(id(node.value))
+            elif node.kind not in _NEVER_CHANGED:
                 self._same[id(node.value)] = met.content == self.content(node)
-        self._forget_gone(nodes)
+        self._forget(gone, nodes)
         for node in nodes:
             if node.kind == "library" and self._libraries.has_processes(node.value):
                 self.lost.append((str(node), "it works in processes of its own"))
             if (is_same := self._same.get(id(node.value))) is None or self._is_in_state(node):
                 continue
             if is_same:
-                is_own = self._owned.base(node.value) is None and not libraries.is_inside(_kinds_above(node))
-                if node.kind in constants.KINDS and is_own and constants.is_constant(node):
+                is_constant = node.kind in constants.KINDS and constants.is_constant(node)
+                is_of_library = is_constant and libraries.is_inside(_kinds_above(node))
+                if is_constant and not is_of_library and self._owned.base(node.value) is None:
                     self._constants.append(node)
                 continue
             if (
@@ -139,14 +146,13 @@ class Look:
             found.append(str(node))
         return found
 
-    def _forget_gone(self, nodes: Sequence[Node]) -> None:
+    def _forget(self, gone: set[int], nodes: Sequence[Node]) -> None:
         """Tell an object that holds a new one, at the address of another that is gone, from what it was."""
-        gone = {id(one.value) for one in nodes if self._known(id(one.value)) and not self.known(one.value)}
         known, changed = self._known, dict[int, Met]()
         for one in nodes if gone else ():
             inside = {id(child) for _, child in kinds.look_into(one.value).children()}
             if (met := self.known(one.value)) is not None and inside & gone:
-                self._same[id(one.value)] = False
+                self._same |= {id(one.value): False} if id(one.value) in self._same else {}
                 changed[id(one.value)] = met._replace(content=met.content.but(gone))
         self._known = lambda at: changed.get(at) or known(at)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -29,13 +30,15 @@ class Owned:
         self._covered = {id(value): (value, names) for value, names in covered}
         self._names: dict[int, str] = {}
         self._objects: dict[str, Any] = {}
-        self._memory: dict[int, str] = {}
-        """The tensors by where their memory begins."""
         for name, value in named:
             self._names.setdefault(id(value), name)
             self._objects.setdefault(name, value)
-            if issubclass(type(value), torch.Tensor) and (place := _memory(value)):
-                self._memory.setdefault(place, name)
+
+    @cached_property
+    def _memory(self) -> dict[int, str]:
+        """The tensors by where their memory begins."""
+        tensors = [pair for pair in self._objects.items() if issubclass(type(pair[1]), torch.Tensor)]
+        return {place: name for name, one in reversed(tensors) if (place := _memory(one))}
 
     def name(self, value: Any) -> str | None:
         """Return the name of an object that is owned."""

@@ -10,6 +10,7 @@ from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 from ..objects import own
+from ..objects.contents import ATOMS
 from .looks import Namespace
 from .owned import Loaders
 from .script import bytecode, frames
@@ -125,7 +126,7 @@ def _kept(variables: dict[str, Any]) -> dict[str, Any]:
     return {
         name: one
         for name, one in variables.items()
-        if not (name.startswith("__") and name.endswith("__")) and not _is_packages(one)
+        if not (name[:2] == "__" == name[-2:]) and (type(one) in ATOMS or not _is_packages(one))
     }
 
 
@@ -133,7 +134,12 @@ def _is_packages(value: Any) -> bool:
     """Whether a value is this package's, or a list of such, as `check()` returns it."""
     if type(value) is list and value:
         return type(value[0]) is not list and _is_packages(value[0])
-    return own.module_of(type(value)).partition(".")[0] == _PACKAGE
+    return _is_packages_class(type(value))
+
+
+@own.by_class
+def _is_packages_class(of: type) -> bool:
+    return own.module_of(of).partition(".")[0] == _PACKAGE
 
 
 def codes_in(held: Mapping[str, Any]) -> Iterator[CodeType]:

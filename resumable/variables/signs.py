@@ -8,7 +8,7 @@ import multiprocessing.process
 import socket
 import subprocess
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from types import AsyncGeneratorType, CoroutineType, FunctionType, GeneratorType
 from typing import Any, TypeVar
 
@@ -35,7 +35,7 @@ def live(value: Any) -> str | None:
     >>> live(iter([1, 2])), live(threading.Lock()), live([1, 2])
     ('an iterator', 'a lock', None)
     """
-    return _live(type(value))
+    return None if type(value) in contents.ATOMS else _live(type(value))
 
 
 @own.by_class
@@ -55,9 +55,15 @@ def begun(value: Any) -> str | None:
 
 def inside(value: Any) -> str | None:
     """Return what of this kind an object of the script holds as one of its attributes."""
-    if kinds.kind_of(value) != "object":
+    if type(value) in contents.ATOMS or kinds.kind_of(value) != "object":
         return None
-    held = slots.attributes(value).values()
+    return among(slots.attributes(value).values())
+
+
+def among(held: Collection[Any]) -> str | None:
+    """Return what of this kind is among some values."""
+    if contents.ATOMS.issuperset(map(type, held)):
+        return None
     return next((found for one in held if type(one) not in contents.ATOMS and (found := live(one))), None)
 
 

@@ -233,9 +233,10 @@ class Variables:
     def _begun_before(self, namespace: Namespace, base: _Base) -> Iterator[tuple[str, str]]:
         """Yield the iterators that were there before the loop, and may be asked in it."""
         for name, one in namespace.variables.items():
+            if (what := signs.begun(one)) is None or base.marks.get(name) != mark(one):
+                continue
             may_be_read = namespace.may_be_read is None or name in namespace.may_be_read
-            is_there = may_be_read and base.marks.get(name) == mark(one)
-            if is_there and (what := signs.begun(one)) and not _may_begin_again(one):
+            if may_be_read and not _may_begin_again(one):
                 yield name, f"{what} that was made before the loop"
 
     def _imported(self, running: Iterable[Running]) -> Iterator[tuple[str, str]]:
