@@ -128,13 +128,16 @@ def asking(code: CodeType, offsets: frozenset[int]) -> frozenset[int]:
     An iterator may be made around another one, by a call: `for index, batch in enumerate(...)`.
     """
     steps = [one for one in dis.get_instructions(code) if one.opname != "EXTENDED_ARG"]
-    made, found = dict[int, int](), -1
+    made, found, later = dict[int, int](), -1, steps[-1]
     for one, after in reversed([*pairwise(steps)]):
         if one.opname == "GET_ITER":
             found = after.offset
+        elif one.opname == "GET_YIELD_FROM_ITER":
+            # A constant is loaded first.
+            found = later.offset
         elif one.opname.startswith(("STORE_", "POP_TOP", "FOR_ITER")) or one.opcode in _JUMPS:
             found = -1
-        made[one.offset] = found if found >= 0 else one.offset
+        made[one.offset], later = found if found >= 0 else one.offset, after
     return frozenset(made.get(one, one) for one in offsets)
 
 
