@@ -34,10 +34,18 @@ def check(tree: Any) -> None:
     _need(
         isinstance(numbers, Mapping) and all(map(_are_counts, numbers.values())), "what numbers the batches"
     )
+    starts = tree.get("starts", {})
+    _need(isinstance(starts, Mapping) and all(map(_are_starts, starts.values())), "how variables began")
     passes = tree.get("passes", {})
     _need(isinstance(passes, Mapping) and all(type(name) is str for name in passes), "the passes")
     for entries in passes.values():
         _Check({"namespaces": [], "entries": entries}).run()
+
+
+def _are_starts(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(
+        _is_name(name) and type(one) in _PLAIN for name, one in value.items()
+    )
 
 
 def _are_counts(value: Any) -> bool:

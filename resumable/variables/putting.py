@@ -71,6 +71,10 @@ class Putting:
         rows = [(key, row) for key, row in self._namespaces if key not in self._left]
         return [name for key, row in rows for name in self._bound(there.get(key), row)]
 
+    def names_in(self, key: str) -> set[str]:
+        """Return the variables of a namespace that the checkpoint has."""
+        return {name for other, rows in self._namespaces if other == key for name, _ in rows}
+
     def lacking(self) -> set[tuple[str, str]]:
         """Return the variables that the checkpoint could not have, with the keys of their namespaces."""
         return {

@@ -13,7 +13,7 @@ from ..files.threads import no_garbage_collection
 from ..objects import kinds, walks
 from ..objects.contents import Content, mark
 from ..objects.walks import Met
-from . import running, signs
+from . import running, signs, starts
 from .choice import ALL, Choice
 from .holds import Hold
 from .looks import Look, Namespace
@@ -22,6 +22,7 @@ from .passes import Pass
 from .putting import Putting
 from .running import Running
 from .script import ahead, asking, bytecode, enumerates, frames
+from .starts import Starts
 
 _STARTED = time.time()
 _ASKING = frozenset({"batches", "enumerate", "next"})
@@ -44,6 +45,7 @@ class _Base(NamedTuple):
     frame: int
     """The identity of the frame, or of the module's variables."""
     marks: Mapping[str, Any]
+    starts: Starts
     met: Mapping[int, Met]
     heads: frozenset[int]
     """Where the loops are, as offsets in the code of the frame."""
@@ -89,6 +91,10 @@ class Variables:
         """The variables that were put back once: they are stored even if they change no more."""
         self._numbers: dict[str, list[int]] = {}
         """What each `enumerate` around the batches of a loader gives next, by the loader's name."""
+        self._starts: Mapping[str, Starts] = {}
+        """With what the variables began, as the checkpoint has it, by namespace."""
+        self.edits: list[str] = []
+        """Which variables begin otherwise now."""
         self.lost: list[tuple[str, str]] = []
         """What the last look could not store: where it is, and why."""
 
@@ -101,6 +107,7 @@ class Variables:
         stack = frames.own_frames(sys._getframe(1))
         owned = self._owned()
         self._begin(stack, owned)
+        self.edits = []
         if is_due and self._putting is not None:
             return self._put_back(self._putting, stack, owned, is_due=True)
         self._putting, self._hold, self._loaded = None, None, {}
@@ -150,7 +157,8 @@ class Variables:
             # One that is known by the address of another that is gone is new.
             new = (one for one in nodes if not ((was := known.get(id(one.value))) and was.is_of(one.value)))
             met = walks.met((one for one in new if not owned.name(one.value)), look.content)
-            self._bases[key] = _Base(it.identity, marks[key], met, heads, it.code, not is_first)
+            began = starts.of(it.namespace.variables) if not it.namespace.is_cell else {}
+            self._bases[key] = _Base(it.identity, marks[key], began, met, heads, it.code, not is_first)
             # An object that is new may have the identity of one that is gone.
             self._digests.clear()
             known |= met
@@ -197,7 +205,9 @@ class Variables:
         passes = {name: entries for name, one in self._passes.items() if (entries := one.changed(look))}
         numbered = {name: one for name, some in around.items() if (one := _numbering(some))}
         numbers = {name: [*map(enumerates.index_of, one)] for name, one in numbered.items()}
-        return {"namespaces": rows, "entries": look.entries, "passes": passes, "numbers": numbers}
+        began = {one.key: starts.read(self._bases[one.key].starts, one.may_be_read) for one in found}
+        more = {"passes": passes, "numbers": numbers, "starts": began}
+        return {"namespaces": rows, "entries": look.entries, **more}
 
     def _around(
         self, loops: Mapping[str, Iterator[Any]], here: FrameType, stack: Sequence[FrameType]
@@ -272,6 +282,7 @@ class Variables:
     def load(self, tree: Mapping[str, Any]) -> None:
         """Take what a look has stored; the next heads put it back."""
         self._putting, self._hold, self._loaded = Putting(tree), None, tree
+        self._starts = {} if self._bases else tree.get("starts", {})
 
     def pass_begins(self, loader: str) -> None:
         """Note with what a pass over a loader begins."""
@@ -347,6 +358,7 @@ class Variables:
             self._passes.update((name, Pass.loaded(one)) for name, one in tree.get("passes", {}).items())
             self._numbers.clear()
             self._numbers.update(tree.get("numbers", {}))
+        self.edits = [*self._edited(namespaces, putting)]
         if self._hold is not None:
             self._hold.put_back(namespaces, putting.lacking())
             namespaces = self._namespaces(stack, owned)
@@ -358,6 +370,12 @@ class Variables:
             self._hold = Hold(self._namespaces(stack, owned), owned)
         self._restored |= putting.bound
         return names, putting.problems
+
+    def _edited(self, namespaces: Sequence[Namespace], putting: Putting) -> Iterator[str]:
+        there = {one.key: one for one in namespaces if not one.is_cell}
+        for key in self._starts.keys() & there:
+            yield from starts.edited(self._starts[key], there[key].variables, putting.names_in(key))
+        self._starts = {key: one for key, one in self._starts.items() if key not in there}
 
     def _known(self) -> dict[int, Met]:
         return {at: met for base in self._bases.values() for at, met in base.met.items()}

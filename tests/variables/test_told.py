@@ -201,3 +201,40 @@ def test_what_changes_after_a_save_is_named(folder: Path, forks: Forks) -> None:
     (folder / "train.py").write_text(SCRIPT.replace("state.save()", "state.save(); history.append(0.0)"))
 
     assert ": history changed after save() in the same body" in forks.run(["train.py", "0"], folder).err
+
+
+EDITED = """
+import os, signal, sys, time
+from torch.utils.data import DataLoader
+from resumable import RunState
+best, patience, name, begun, unread = 0, 5, 'a', time.perf_counter(), 1
+EDIT
+state = RunState.load('exp', loader=DataLoader(range(4)), every=None)
+for epoch in state.epochs(3):
+    for batch in state.batches():
+        best, begun = best + patience + len(name), time.perf_counter()
+    if epoch == int(sys.argv[1]):
+        os.kill(os.getpid(), signal.SIGTERM)
+state.close()
+"""
+
+
+def test_an_edited_start_value_is_told_once(folder: Path, forks: Forks) -> None:
+    outs = []
+    for epoch, edit in (
+        ("0", ""),
+        ("1", "best, patience, name, unread = 9, 7, 'b', 2"),
+        ("2", "best, patience, name = 9, 7, 'b'"),
+    ):
+        (folder / "train.py").write_text(EDITED.replace("EDIT", edit))
+        outs.append(forks.run(["train.py", epoch], folder).out)
+
+    assert [re.findall(r"of the script: (.*)", out) for out in outs] == [
+        [],
+        [
+            "best was 0 as the training began, and is 9 now: it goes on as the checkpoint has it",
+            "patience was 5 as the training began, and is 7 now: that of the script is used",
+            "name was 'a' as the training began, and is 'b' now: that of the script is used",
+        ],
+        [],
+    ]

@@ -924,6 +924,9 @@ def test_what_could_not_be_made_is_refused_before_anything_is(entry: dict[str, A
 @pytest.mark.parametrize(
     "more",
     [
+        {"starts": []},
+        {"starts": {"module:train": {"__class__": 1}}},
+        {"starts": {"module:train": {"best": []}}},
         {"passes": []},
         {"passes": {1: []}},
         {"passes": {"loader": [{"kind": "list"}]}},
