@@ -42,6 +42,8 @@ class Putting:
         self._foreign: set[int] = set()
         """The entries that are in objects of libraries."""
         self._places: Callable[[], frozenset[str]] = frozenset
+        self._met: set[str] = set()
+        """The namespaces that have been there."""
         self.bound: set[tuple[str, str]] = set()
         """The variables that were bound, with the keys of their namespaces."""
         self.problems: list[str] = []
@@ -54,10 +56,17 @@ class Putting:
         """Let what was put back be the script's again: the next time only what comes up later is put back."""
         self._left |= self._there.keys()
 
-    def put(self, namespaces: Iterable[Namespace], owned: Owned) -> list[str]:
-        """Put everything back; return the names of the variables that were bound."""
+    def put(
+        self, namespaces: Iterable[Namespace], owned: Owned, functions: Callable[[], set[str]] = set
+    ) -> list[str]:
+        """Put everything back; return the names of the variables that were bound.
+
+        `functions`: returns those of the script, which may run later.
+        """
         self._there = there = {one.key: one for one in namespaces}
         self.problems, self._places = [], running.places(there.values())
+        there |= self._moved(there, functions)
+        self._met |= there.keys()
         if not self._left:
             self._filled = set()
             # A count cannot be filled again.
@@ -71,9 +80,31 @@ class Putting:
         rows = [(key, row) for key, row in self._namespaces if key not in self._left]
         return [name for key, row in rows for name in self._bound(there.get(key), row)]
 
+    def _moved(
+        self, there: Mapping[str, Namespace], functions: Callable[[], set[str]]
+    ) -> dict[str, Namespace]:
+        """Return where variables are whose function the script does not have any more, by their names."""
+        gone = [key for key, _ in self._namespaces if key not in there and key.startswith("frame:")]
+        gone = [key for key in gone if key.rpartition(":")[2] not in functions()] if gone else []
+        found = {}
+        for key in gone:
+            names = self.names_in(key)
+            best = max(there.values(), key=lambda one: len(names & one.variables.keys()), default=None)
+            if best is not None and names & best.variables.keys():
+                found[key] = best._replace(key=key)
+        return found
+
+    def unmet(self) -> list[str]:
+        """Return which variables were never put back: their functions have not run."""
+        gone = [(key, self.names_in(key)) for key, _ in self._namespaces if key not in self._met]
+        ended = ((key, names) for key, names in gone if names and key not in self._left)
+        return [f"{', '.join(sorted(names))}: no {key.rpartition(':')[2]} runs" for key, names in ended]
+
     def names_in(self, key: str) -> set[str]:
         """Return the variables of a namespace that the checkpoint has."""
-        return {name for other, rows in self._namespaces if other == key for name, _ in rows}
+        bound = {name for other, rows in self._namespaces if other == key for name, _ in rows}
+        changed = (one["at"][0] for one in self._entries if "at" in one and one.keys() - _HEAD)
+        return bound | {str(name) for other, name in changed if other == key}
 
     def lacking(self) -> set[tuple[str, str]]:
         """Return the variables that the checkpoint could not have, with the keys of their namespaces."""

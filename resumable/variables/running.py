@@ -61,7 +61,7 @@ def running(
 
 def key_of(frame: FrameType, number: int) -> str:
     """Return the key of a function that is running."""
-    return f"frame:{number}:{frames.name_of(frame)}"
+    return f"frame:{number}:{frames.name_of(frame.f_code)}"
 
 
 def _of_function(key: str, frame: FrameType, heads: frozenset[int]) -> Running:
@@ -140,6 +140,17 @@ def _is_packages(value: Any) -> bool:
 @own.by_class
 def _is_packages_class(of: type) -> bool:
     return own.module_of(of).partition(".")[0] == _PACKAGE
+
+
+def functions(stack: list[FrameType]) -> set[str]:
+    """Return the names of all functions of the script, as the keys of their frames have them."""
+    waiting, found = [code for _, held in modules(stack) for code in codes_in(held)], set[str]()
+    waiting += map(_code, stack)
+    while waiting:
+        code = waiting.pop()
+        found.add(frames.name_of(code))
+        waiting += [one for one in code.co_consts if isinstance(one, CodeType)]
+    return found
 
 
 def codes_in(held: Mapping[str, Any]) -> Iterator[CodeType]:

@@ -110,9 +110,10 @@ class Variables:
         self.edits = []
         if is_due and self._putting is not None:
             return self._put_back(self._putting, stack, owned, is_due=True)
+        unmet = self._putting.unmet() if self._putting is not None else []
         self._putting, self._hold, self._loaded = None, None, {}
         self._numbers.clear()
-        return [], []
+        return [], unmet
 
     def go_back(self, *, is_due: bool) -> list[str]:
         """Put back what was loaded, in the middle of a body: what the script does behind it counts.
@@ -364,7 +365,7 @@ class Variables:
             namespaces = self._namespaces(stack, owned)
         for begun in self._passes.values():
             begun.find(namespaces, owned)
-        names = putting.put(namespaces, owned)
+        names = putting.put(namespaces, owned, partial(running.functions, stack))
         if self._hold is None:
             # As they are now, with what was bound.
             self._hold = Hold(self._namespaces(stack, owned), owned)

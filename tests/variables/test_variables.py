@@ -178,6 +178,36 @@ def test_a_signal_ends_the_body_in_which_an_optimizer_made_in_the_loop_steps(
     assert len((tmp_path / "noted").read_text().splitlines()) == 4
 
 
+@pytest.mark.parametrize(
+    ("then", "told"),
+    [("fit", ""), ("train", ""), ("train, best = other", "best: no loop of the script assigns it")],
+)
+def test_variables_of_a_function_with_another_name_are_found_by_theirs(
+    then: str, told: str, forks: Forks, tmp_path: Path
+) -> None:
+    source = """
+def fit():
+    best, seen = 0, []
+    for epoch in epochs(2):
+        for batch in batches():
+            best += batch
+            seen.append(best)
+            note(seen)
+
+fit()
+"""
+    expected, _ = noted(forks, source, tmp_path / "plain")
+    (tmp_path / "train.py").write_text(HEAD + source)
+    forks.run(["train.py"], tmp_path, environment={"STOP": "2"})
+    name, _, variable = then.partition(", best = ")
+    (tmp_path / "train.py").write_text(HEAD + source.replace("fit", name).replace("best", variable or "best"))
+    forks.run(["train.py"], tmp_path).checked()
+
+    lines = [json.loads(one) for one in (tmp_path / "noted").read_text().splitlines()]
+    assert (lines == expected) is not bool(told)
+    assert told in (tmp_path / "problems").read_text()
+
+
 EDITED = """
 import sys
 patience, rate, best = 5, {'decays': 1.0, 'stays': 1.0}, 0

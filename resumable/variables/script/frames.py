@@ -34,9 +34,9 @@ def is_generator(code: CodeType) -> bool:
     return bool(code.co_flags & (inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR))
 
 
-def name_of(frame: FrameType) -> str:
-    """Return the name of a frame's function, with that of its class from Python 3.11 on."""
-    return str(getattr(frame.f_code, "co_qualname", frame.f_code.co_name))
+def name_of(code: CodeType) -> str:
+    """Return the name of a function, with that of its class from Python 3.11 on."""
+    return str(getattr(code, "co_qualname", code.co_name))
 
 
 def names(frame: FrameType) -> frozenset[str]:
