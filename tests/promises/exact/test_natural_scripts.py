@@ -11,8 +11,7 @@ NATURAL = ticked.read("natural.txt")
 
 
 @pytest.mark.proves("exact")
-@pytest.mark.quick(14)
-@pytest.mark.sampled(6)
+@pytest.mark.quick(17)
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", NATURAL)
 def test_a_natural_script_is_exact_or_told(name: str, tmp_path: Path) -> None:
