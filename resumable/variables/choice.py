@@ -28,15 +28,17 @@ class Choice(NamedTuple):
         held = {name: one for name, one in namespace.variables.items() if self._has(namespace.key, name)}
         return namespace._replace(variables=held)
 
-    def without(self, look: Mapping[str, Any], wins: Collection[str]) -> dict[str, Any]:
+    def without(self, look: Mapping[str, Any], wins: Collection[str]) -> Mapping[str, Any]:
         """Return a stored look without what is left out, and what `wins` names: that stays the script's."""
-        # What refers to an object of the script still finds it.
-        found = _without(
-            look, lambda at: is_named(_text(at), wins), lambda one: {key: one[key] for key in _PLACE}
-        )
-        return _without(
-            found, lambda at: not self._has(*at[0]), lambda _: {"hole": "variables= leaves it out"}
-        )
+        if wins:
+            # What refers to an object of the script still finds it.
+            look = _without(
+                look, lambda at: is_named(_text(at), wins), lambda one: {key: one[key] for key in _PLACE}
+            )
+        if self.variables != ("*",):
+            hole = {"hole": "variables= leaves it out"}
+            look = _without(look, lambda at: not self._has(*at[0]), lambda _: hole)
+        return look
 
     def _has(self, key: str, name: str) -> bool:
         """Whether a variable comes back: as the last pattern says that matches, or it is behind a loader."""
