@@ -141,7 +141,7 @@ class ScriptPart(Part):
     def restore(self, saved: Saved, unfit: AbstractSet[str], code_wins: AbstractSet[str]) -> None:
         """Let the next heads of the loops put the variables back."""
         tree = saved.copy(self.stem, same_device)
-        tree = self._loaded = self.choice.without(tree, wins(tree, code_wins))
+        tree = self._loaded = {**self.choice.without(tree, wins(tree, code_wins))}
         self._shared = tree.get("shared", ())
         self.variables.load(tree)
 
