@@ -63,7 +63,11 @@ def is_own_class(kind: type) -> bool:
 
 def module_of(kind: type) -> str:
     """Return the name of the module of a class, whatever its metaclass says."""
-    return str(type.__dict__["__module__"].__get__(kind))
+    try:
+        return str(type.__dict__["__module__"].__get__(kind))
+    except AttributeError:
+        # What SWIG makes is of none.
+        return ""
 
 
 def namespace(kind: type) -> dict[str, Any]:

@@ -111,7 +111,7 @@ class Look:
                 continue
             if not met.is_of(node.value):
                 gone.add(id(node.value))
-            elif node.kind not in _NEVER_CHANGED:
+            elif node.kind not in _NEVER_CHANGED and self._owned.name(node.value) is None:
                 self._same[id(node.value)] = met.content == self.content(node)
         self._forget(gone, nodes)
         for node in nodes:

@@ -15,7 +15,7 @@ from ..parts.other_parts import GeneratorPart, StatefulPart
 from ..parts.part import Difference, Part, Saved, same_device
 from ..parts.parts import Parts
 from ..position.batch_loop import Loop
-from . import checking, passes
+from . import checking, libraries, passes
 from .choice import ALL, Choice, is_named, wins
 from .owned import Owned
 from .variables import Variables
@@ -164,6 +164,10 @@ def _owned_by(parts: Parts) -> Iterator[tuple[str, Any]]:
                     yield str(node), node.value
         elif isinstance(part, GeneratorPart):
             yield part.name, part.live
+        if isinstance(part, StatefulPart) and own.is_own_class(type(part.live)):
+            # It says what the state of a simulator is that it leads to.
+            ways = walks.walk([(Step("", part.name), part.live)], lambda one: one.kind not in _INSIDE)
+            yield from ((str(node), node.value) for node in ways if libraries.is_compiled(node.value))
 
 
 def _covered_by(parts: Parts) -> Iterator[tuple[Any, Collection[str]]]:
