@@ -7,7 +7,6 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TypeVar
@@ -136,9 +135,9 @@ class Run:
         """Return the best of the intact checkpoints; only new ones are opened."""
         return self._catalog.best(goal)
 
-    def adding(self, about: Manifest) -> AbstractContextManager[None]:
-        """Add a checkpoint, committed in the body, to the listing without reading the folder again."""
-        return self._catalog.adding(about)
+    def added(self, about: Manifest) -> None:
+        """Know what a new checkpoint's manifest says, without opening it."""
+        self._catalog.added(about)
 
     def take_in(self, stage: Stage, about: Manifest) -> Checkpoint:
         """Commit a complete stage to this run, in place of a damaged checkpoint of that name."""

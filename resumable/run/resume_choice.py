@@ -23,9 +23,8 @@ from ..errors import (
     warn,
 )
 from . import address, checkpoint, manifest
-from .catalog import Catalog
+from .catalog import Catalog, number_of
 from .checkpoint import Checkpoint, IsElsewhere
-from .listing import number_of
 
 T = TypeVar("T")
 Which = str | int | os.PathLike[str]

@@ -242,9 +242,7 @@ class Saving:
             with self._progress.saving(about.number, about.metrics), _failing(f"checkpoint {about.number}"):
                 if self._crew.leads:
                     about = self._crew.decided(about.number) or about
-                adding = self._run.adding(about) if self._crew.leads else contextlib.nullcontext()
-                with adding:
-                    committed, wrote = self.files.commit(about, files, save.why)
+                committed, wrote = self.files.commit(about, files, save.why)
         except BaseException:
             # A flush can fail after the rename: then the checkpoint is there all the same.
             if not self._is_there(about.number):
@@ -254,6 +252,7 @@ class Saving:
             raise
         durable = save.durable_after()
         if committed:
+            self._run.added(about)
             # The cost of this save only the bodies after it will show.
             lost = self.save_cost.cost.lost if self.save_cost.cost else None
             took = Took(lost, durable, self.save_cost.lost_since())

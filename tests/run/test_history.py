@@ -45,8 +45,8 @@ ABOUT = Manifest(
 
 def commit(run: Run, number: int, parent: int | None, **facts: Any) -> None:
     about = replace(ABOUT, number=number, parent=parent, step=10 * number, **facts)
-    with run.adding(about):
-        checkpoint.commit(run.folder, about, {"model.safetensors": Content(b"weights %d" % number)})
+    checkpoint.commit(run.folder, about, {"model.safetensors": Content(b"weights %d" % number)})
+    run.added(about)
 
 
 def save(found: History, run: Run, number: int, parent: int | None) -> None:

@@ -30,8 +30,8 @@ def about(number: int, parent: int | None) -> Manifest:
 
 
 def commit(run: Run, number: int, parent: int | None) -> Manifest:
-    with run.adding(about(number, parent)):
-        checkpoint.commit(run.folder, about(number, parent), {"model.safetensors": Content(b"weights")})
+    checkpoint.commit(run.folder, about(number, parent), {"model.safetensors": Content(b"weights")})
+    run.added(about(number, parent))
     return run.open(number).about
 
 

@@ -6,7 +6,6 @@ import errno
 import os
 import shutil
 import socket
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from datetime import datetime
@@ -28,7 +27,8 @@ from resumable import (
     UsageError,
 )
 from resumable.files.large_files import Content
-from resumable.run import checkpoint, listing, manifest
+from resumable.run import checkpoint, manifest
+from resumable.run.catalog import Catalog
 from resumable.run.checkpoint import Checkpoint
 from resumable.run.directory import Run
 from resumable.run.manifest import Best, Goal, Manifest
@@ -265,36 +265,11 @@ def many(run_dir: Path) -> Iterator[Run]:
 
 def _save(run: Run, keep: Keep | None = None, **metrics: float) -> int:
     number = (run.highest() or 0) + 1
-    with run.adding(_about(number, **metrics)):
-        _commit(run, number, **metrics)
+    _commit(run, number, **metrics)
+    run.added(_about(number, **metrics))
     best = run.best(GOAL)
     run.prune(keep, [best and best.number])
     return number
-
-
-@pytest.mark.parametrize("change", ["one comes", "one is put aside", "all go"])
-def test_what_is_done_by_hand_in_a_save_is_seen(
-    many: Run, monkeypatch: pytest.MonkeyPatch, change: str
-) -> None:
-    expected = {*range(1, 51)}
-    assert many.numbers() == sorted(expected)
-    with many.adding(_about(70)):
-        if change == "one comes":
-            shutil.copytree(many.open(50).path, many.folder / checkpoint.name(60, 600))
-            expected |= {60}
-        elif change == "one is put aside":
-            many.open(50).path.rename(many.folder / "mine")
-            expected -= {50}
-        else:
-            shutil.rmtree(many.folder)
-            expected.clear()
-        # As long as it takes until a look is due in any case, however slow the disk is.
-        monkeypatch.setattr(listing, "_PATIENCE", 1)
-        time.sleep(0.1)
-        _commit(many, 70)
-
-    assert many.numbers() == sorted({*expected, 70}) == Run(many.path).numbers()
-    assert many.highest() == 70
 
 
 def test_a_run_that_is_a_link_to_a_folder_elsewhere_is_that_run(run: Run, tmp_path: Path) -> None:
@@ -305,15 +280,13 @@ def test_a_run_that_is_a_link_to_a_folder_elsewhere_is_that_run(run: Run, tmp_pa
     assert linked.identity() == linked.identity() == run.identity()
 
 
-def test_a_stale_listing_leads_through_no_link(
+def test_a_name_that_is_old_leads_through_no_link(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = run.open(1).path
-    before = os.stat(run.folder)
+    path, names = run.open(1).path, run.names()
     path.rename(tmp_path / "mine")
     path.symlink_to(tmp_path / "mine")
-    call = os.stat
-    monkeypatch.setattr(os, "stat", lambda at, **k: before if at == run.folder else call(at, **k))
+    monkeypatch.setattr(Catalog, "names", lambda _: names)
 
     with pytest.raises(CheckpointDamaged, match="000001-step-00000010 is damaged: it is a symbolic link"):
         run.open(1)
@@ -362,19 +335,6 @@ def test_a_newer_manifest_hides_the_best(many: Run, monkeypatch: pytest.MonkeyPa
     for goal in (GOAL, GOAL, None):
         with pytest.raises(FormatTooNew, match="000051-step-00000510 cannot be read"):
             many.best(goal)
-
-
-def test_a_save_that_fails_leaves_a_listing_that_is_true(many: Run) -> None:
-    def fail(number: int) -> None:
-        with many.adding(_about(number)):
-            _commit(many, number)
-            raise OSError(errno.EIO, "the last flush")
-
-    with pytest.raises(OSError, match="the last flush"):
-        fail(51)
-
-    assert many.numbers() == [*range(1, 52)]
-    assert many.best(GOAL) == Best(GOAL, 0.0, 20)
 
 
 # Damage
@@ -758,8 +718,8 @@ def test_the_rules_of_what_stays_hold_save_after_save(run_dir: Path) -> None:
     run.acquire()
 
     for number in range(1, 14):
-        with run.adding(_about(number, loss=(number - 5) ** 2)):
-            _commit(run, number, loss=(number - 5) ** 2)
+        _commit(run, number, loss=(number - 5) ** 2)
+        run.added(_about(number, loss=(number - 5) ** 2))
         run.prune(keep, [], GOAL)
 
     assert run.numbers() == [4, 5, 8, 12, 13]
@@ -786,8 +746,8 @@ def test_a_damaged_one_is_never_the_best_nor_of_an_epoch_or_a_day(run: Run) -> N
 def test_a_time_that_is_none_in_a_manifest_counts_for_no_day(run: Run) -> None:
     shutil.rmtree(run.open(1).path)
     about = replace(_about(1), saved="long ago")
-    with run.adding(about):
-        checkpoint.commit(run.folder, about, {})
+    checkpoint.commit(run.folder, about, {})
+    run.added(about)
 
     assert _left_by(run, Keep(1, every=Every(seconds=1))) == [2, 3]
 
