@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import copy
 import random
 from collections.abc import Callable, Iterator
 from types import FunctionType
@@ -177,7 +178,8 @@ def _state(put: Putting, live: Any, entry: Entry) -> None:
         _data(put, live, entry["data"])
     elif libraries.has_state(live, "library"):
         with _refusals(live):
-            live.load_state_dict(entry["of_itself"])
+            # It keeps the tensors that it is given.
+            live.load_state_dict(copy.deepcopy(entry["of_itself"]))
     else:
         raise Hole(f"a {type(live).__name__} takes no state")
 
