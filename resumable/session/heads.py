@@ -87,7 +87,7 @@ class Heads:
     def saving(self, *, is_called: bool) -> None:
         """Note what may follow a save; warn of a `save()` where a resume cannot go on exactly."""
         self.body_ended()
-        if self._is_due():
+        if self._is_due() and not self._goes_back:
             # The lines before the loop, which run again, have come to a `save()` of theirs.
             self._put_parts_back()
         if not is_called or self._training.position.is_outside() or (script := self._script()) is None:
