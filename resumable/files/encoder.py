@@ -28,7 +28,7 @@ Path = tuple[str, ...]
 
 FACTORIES: dict[str, Any] = {
     "None": None,
-    **{kind.__name__: kind for kind in (bool, int, float, str, list, dict, set, tuple)},
+    **{kind.__name__: kind for kind in (bool, int, float, str, list, dict, set, tuple, deque, Counter)},
 }
 """The factories that a stored defaultdict may have, by name."""
 

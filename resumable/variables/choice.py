@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 from ..objects import walks
 from ..objects.kinds import Step
-from .looks import Entry, Namespace
+from .looks import Namespace
+from .writing import Entry
 
 _BEHIND = "loader:"
 _PLACE = ("kind", "class", "at")

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from ..files.encoder import FACTORIES
 from ..objects import kinds, own, slots
 from ..objects.contents import mark
 from ..objects.kinds import Step
 from . import columns, libraries, making, signs
 from .atoms import Hole
-from .looks import FACTORIES, Entry
+from .writing import Entry
 
 if TYPE_CHECKING:
     from .putting import Putting

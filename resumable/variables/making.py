@@ -14,8 +14,9 @@ from ..objects.kinds import Kind
 from .atoms import Hole
 
 if TYPE_CHECKING:
-    from .looks import Entry, Look
+    from .looks import Look
     from .putting import Putting
+    from .writing import Entry
 
 _TENSORS = {"_parameters": torch.nn.Parameter, "_buffers": torch.Tensor, "_modules": torch.nn.Module}
 _KEPT = {*_TENSORS, "_non_persistent_buffers_set", "training"}

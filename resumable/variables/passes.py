@@ -13,9 +13,10 @@ from ..objects import kinds, own, walks
 from ..objects.contents import Content
 from ..objects.kinds import Step
 from ..objects.walks import Met, Node
-from .looks import Entry, Look, Namespace
+from .looks import Look, Namespace
 from .owned import Owned
 from .putting import Putting
+from .writing import Entry
 
 _INSIDE = ("object", "library")
 _CALLED = ("object", "function", "partial", "method")

@@ -21,8 +21,9 @@ from ..objects.kinds import Step
 from ..objects.walks import Finder
 from . import atoms, checking, constants, filling, libraries, making, running, signs
 from .atoms import Hole
-from .looks import LARGEST_EXPANDED, Entry, Namespace, class_name
+from .looks import Namespace
 from .owned import Owned
+from .writing import LARGEST_EXPANDED, Entry, class_name
 
 _NOTHING: Any = object()
 _HEAD = {"kind", "class", "at", "owned", "hole", "constant"}

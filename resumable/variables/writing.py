@@ -1,0 +1,190 @@
+"""What a look stores of an object, by its kind."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from ..files import encoder, fingerprint
+from ..files.encoder import FACTORIES
+from ..objects import contents, kinds, own, slots
+from ..objects.contents import Content, mark
+from . import libraries, signs
+from .atoms import Hole
+
+if TYPE_CHECKING:
+    from .looks import Look
+
+Entry = dict[str, Any]
+LARGEST_EXPANDED = 64 << 20
+
+
+def class_name(of: type) -> str:
+    """Return the module and the name of a class."""
+    return f"{own.module_of(of)}:{type.__dict__['__qualname__'].__get__(of)}"
+
+
+def _list(look: Look, value: Any, before: Content | None, where: str) -> Entry:
+    maxlen = getattr(value, "maxlen", None)
+    if kinds.kind_of(value) == "list" and (table := look.table(value)) is not None:
+        of = look.value(table.of, where) if table.of is not tuple else None
+        return {"of": of, "columns": table.columns, "pools": table.pools, "maxlen": maxlen}
+    return {"items": look.items(kinds.items_of(value), where), "maxlen": maxlen}
+
+
+def _tuple(look: Look, value: Any, before: Content | None, where: str) -> Entry:
+    of = type(value)
+    if of is not tuple and of is not torch.Size and not own.is_own_class(of):
+        raise Hole(f"a {of.__name__}")
+    return {"items": look.items(kinds.items_of(value), where)} | class_of(look, value, where)
+
+
+def _dict(look: Look, value: Any, before: Content | None, where: str) -> Entry:
+    held = kinds.items_of(value)
+    signs.hashed([key for key, _ in held])
+    entry = look.pairs(held, before, where, "key")
+    if before is not None and "is_all" not in entry and before.whole[0] != kinds.look_into(value).whole():
+        entry["order"] = [look.value(key, where) for key, _ in held]
+    if isinstance(value, collections.defaultdict):
+        factory = value.default_factory
+        known = next((name for name, one in FACTORIES.items() if one is factory), None)
+        entry["factory"] = known or look.value(factory, f"{where}.default_factory")
+    return entry
+
+
+def _set(look: Look, value: Any, before: Content | None, where: str) -> Entry:
+    return {"items": look.items(signs.hashed(kinds.items_of(value)), where)}
+
+
+def _buffer(look: Look, value: Any, before: Content | None, where: str) -> Entry:
+    return {"bytes": bytes(value), "typecode": getattr(value, "typecode", None)}
+
+
+def _array(look: Look, value: Any, before: Content | None, where: str) -> Entry:
+    if type(value) is not np.ndarray:
+        raise Hole(f"a {type(value).__name__}")
+    if value.dtype.hasobject:
+        return {"items": look.items(fingerprint.flat(value).tolist(), where), "shape": list(value.shape)}
+    if not encoder.are_storable(value.dtype):
+        raise Hole(f"an array of {value.dtype}")
+    return {"array": np.array(value, order="C")}
+
+
+def _tensor(look: Look, value: Any, before: Content | None, where: str) -> Entry:
+    if (base := look._owned.base(value)) is not None:
+        return {"view": [base, [*value.shape], [*value.stride()], value.storage_offset()]}
+    is_parameter = isinstance(value, torch.nn.Parameter)
+    if problem := encoder.unstorable(value):
+        raise Hole(problem)
+    if value.nbytes > LARGEST_EXPANDED and fingerprint.memory_of(value.detach()).nbytes < value.nbytes:
+        raise Hole("a tensor that repeats its elements, and is far larger than its memory")
+    if value.grad_fn is not None and signs.holds_graph(value):
+        look.lost.append((where, "its graph, which no backward() has used: keep it with detach()"))
+    return {
+        "tensor": value.detach(),
+        "requires_grad": value.requires_grad and value.is_leaf,
+        "is_parameter": is_parameter,
+    }
+
+
+def _generator(look: Look, value: Any, before: Content | None, where: str) -> Entry:
+    return {"state": contents.state_of(value)}
+
+
+def _count(look: Look, value: Any, before: Content | None, where: str) -> Entry:
+    start, _, step = repr(value)[6:-1].partition(", ")
+    return {
+        "count": [float(one) if not one.lstrip("-").isdigit() else int(one) for one in (start, step or "1")]
+    }
+
+
+def _enum(look: Look, value: Any, before: Content | None, where: str) -> Entry:
+    return {"member": (slots.dictionary(value) or {})["_name_"]} | class_of(look, value, where)
+
+
+def _object(look: Look, value: Any, before: Content | None, where: str) -> Entry:
+    entry = look.pairs(look.attributes(value).items(), before, where, "attribute")
+    if issubclass(type(value), (dict, list, set, collections.deque)):
+        base = _dict if issubclass(type(value), dict) else _list
+        entry["inherited"] = base(look, value, None, where)
+    return entry | (class_of(look, value, where) if before is None else {})
+
+
+def _attributes(look: Look, value: Any, before: Content | None, where: str) -> Entry:
+    """Return what has changed of a class, a function or a module: each step with its value."""
+    old = before.items if before is not None else {}
+    inside = kinds.look_into(value)
+    now = inside.content().items
+    hooks = [how for how in {*old, *now} if how.endswith("_hooks") and old.get(how) != now.get(how)]
+    look.lost += [(f"{where}.{how}", "a hook that the loop has registered or removed") for how in hooks]
+    held = [(step, one) for step, one in inside.steps() if step.how not in ("__class__", *hooks)]
+    changed = [(step, one) for step, one in held if old.get(step.how, {}).get(step.name, ()) != mark(one)]
+    is_librarys = isinstance(value, torch.nn.Module) and not own.is_own_class(type(value))
+    steps = []
+    for step, one in changed:
+        if is_librarys and not libraries.is_data(one):
+            look.lost.append((f"{where}{step}", f"a {type(one).__name__} in an object of a library"))
+        elif look._may_be_at(step, one, where):
+            steps.append([*step, look.value(one, f"{where}{step}")])
+    return {"steps": steps}
+
+
+def _partial(look: Look, value: Any, before: Content | None, where: str) -> Entry:
+    return {"items": [look.value(one, where) for one in (value.func, value.args, value.keywords)]}
+
+
+def _method(look: Look, value: Any, before: Content | None, where: str) -> Entry:
+    if not signs.is_own(value.__func__):
+        raise Hole(f"{value!r}, which the script has imported")
+    return {"self": look.value(value.__self__, where), "name": value.__func__.__name__}
+
+
+def _state(look: Look, value: Any, before: Content | None, where: str) -> Entry:
+    if libraries.has_state(value, "library") and look._owned.covered(value) is None:
+        return {"of_itself": libraries.state(value)}
+    return _of_library(look, value, before, where)
+
+
+def _of_library(look: Look, value: Any, before: Content | None, where: str) -> Entry:
+    """Return the attributes that have changed, as far as they are data of the type that was there."""
+    old = before.items.get("attribute", {}) if before is not None else {}
+    rows = []
+    for name, one in look.attributes(value).items():
+        was: Any = old.get(name)
+        if was == mark(one):
+            continue
+        if libraries.takes(type(value), name, was and was[0], one):
+            rows.append([name, look.value(one, f"{where}.{name}")])
+        else:
+            look.lost.append((f"{where}.{name}", f"a {type(one).__name__} in an object of a library"))
+    return {"data": rows}
+
+
+def class_of(look: Look, value: Any, where: str) -> Entry:
+    return {"of": look.value(type(value), where)} if own.is_own_class(type(value)) else {}
+
+
+WRITERS: dict[str, Callable[[Look, Any, Content | None, str], Entry]] = {
+    "list": _list,
+    "tuple": _tuple,
+    "dict": _dict,
+    "set": _set,
+    "buffer": _buffer,
+    "array": _array,
+    "tensor": _tensor,
+    "generator": _generator,
+    "count": _count,
+    "enum": _enum,
+    "object": _object,
+    "class": _attributes,
+    "function": _attributes,
+    "module": _attributes,
+    "network": _attributes,
+    "partial": _partial,
+    "method": _method,
+    "library": _state,
+}
