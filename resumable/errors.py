@@ -386,12 +386,16 @@ class Once:
         """Whether there was a warning about this."""
         return about in self._told
 
-    def warn(self, *texts: str, about: str | None = None) -> None:
-        """Warn of each, unless this text or this `about` has already been used."""
+    def warn(self, text: str, about: str | None = None) -> None:
+        """Warn, unless this text or this `about` has already been used."""
+        if (about or text) not in self._told:
+            self._told.add(about or text)
+            warn(text)
+
+    def warn_of(self, texts: Iterable[str]) -> None:
+        """Warn of each text that has not been used."""
         for text in texts:
-            if (about or text) not in self._told:
-                self._told.add(about or text)
-                warn(text)
+            self.warn(text)
 
 
 _all: weakref.WeakSet[Once] = weakref.WeakSet()

@@ -66,7 +66,7 @@ class LateChanges:
                 about=_LOST,
             )
         for part in self._parts.all:
-            self._once.warn(*part.outgrown())
+            self._once.warn_of(part.outgrown())
         return changed
 
 

@@ -155,7 +155,7 @@ class Saving:
             self._image.catch_up()
             self._parts.refuse_hidden_gradients()
             trees, kinds = collect(self._parts)
-            self.once.warn(*notes(self._parts))
+            self.once.warn_of(notes(self._parts))
             whole, shards = split(self._parts, trees)
             groups = {**codec.to_groups(whole, self._crew.ranks.rank), **shards}
             if self._checks_replicas:

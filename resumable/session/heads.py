@@ -92,7 +92,7 @@ class Heads:
             self._put_parts_back()
         if not is_called or self._training.position.is_outside() or (script := self._script()) is None:
             return
-        self._training.once.warn(*script.variables.places())
+        self._training.once.warn_of(script.variables.places())
         script.expect(is_still=script.variables.is_last_in_body())
         self._training.position.ends_without_batches(script.variables.may_ask_again)
 
@@ -113,7 +113,7 @@ class Heads:
     def _tell(self, problems: Sequence[str]) -> None:
         script, what = self._training.script, "a variable of the script is not what it was saved as [R12]"
         told = [one for one in problems if not (script and script.accepts(one.partition(": ")[0]))]
-        self._training.once.warn(*(f"{what}: {problem}" for problem in told))
+        self._training.once.warn_of(f"{what}: {problem}" for problem in told)
 
     def _contents(self) -> Iterator[tuple[str, object, object]]:
         """Yield what each model and optimizer was as it was loaded, and what it is."""

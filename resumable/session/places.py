@@ -11,7 +11,7 @@ from ..variables.variables import IN_INNER_LOOP
 
 def look(training: Training) -> None:
     """Warn of a `save()` in the script at a place where a resume cannot continue exactly."""
-    training.once.warn(*_found(training.position))
+    training.once.warn_of(_found(training.position))
 
 
 def _found(position: Position) -> Iterator[str]:

@@ -184,7 +184,7 @@ class Session:
 
     def _warn_of_loaders(self) -> None:
         for loader in self.training.position.loaders.values():
-            self.training.once.warn(*loader_warnings.of(loader.source.loader))
+            self.training.once.warn_of(loader_warnings.of(loader.source.loader))
 
     def _count_on(self) -> None:
         position = self.training.position

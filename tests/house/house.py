@@ -27,7 +27,7 @@ RISKY = {
     "users of gc.get_objects": r"gc\.get_(objects|referrers)",
     "users of ctypes": r"^\s*(import ctypes\b|from ctypes )",
 }
-WARNS = r"\b(?:warn|warn_once|warnings\.warn)\("
+WARNS = r"\b(?:warn|warn_of|warn_once|warnings\.warn)\("
 FLAG = re.compile(
     "_*(is|has|have|may|can|was|were|are|will|must|should"
     "|needs|begins|shows|loads|counts|keeps|draws|restores|logs)_"

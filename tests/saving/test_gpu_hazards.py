@@ -376,7 +376,7 @@ class Refused:
             self.model(torch.ones(2, 200, device="cuda")).sum().backward()
             self.optimizer.step()
             self.state.save().wait()
-            self.optimizer.step()
+        self.optimizer.step()
 
     def values(self) -> list[Any]:
         momentum = self.optimizer.state[self.model.weight]["momentum_buffer"]

@@ -86,7 +86,7 @@ def test_the_members_of_the_public_classes_are_just_these() -> None:
     assert members(Run) == {
         *("check", "names", "numbers", "open", "path_of", "checkpoints", "choose"),
         *("acquire", "release", "wait_until_free"),
-        *("identity", "point", "prune", "adding", "best", "highest", "holds", "holds_more_than"),
+        *("identity", "point", "prune", "added", "best", "highest", "holds", "holds_more_than"),
         *("known_id", "adopt", "take_in", "remove_pulls", "remove"),
     }
 
