@@ -48,6 +48,8 @@ _TEXTS = {
         "value": ".values()[{}]",
     },
 }
+_PYTHONS = "__", "_abc_"
+"""What names in a class begin with that are not the script's."""
 _TOLD_BY_WHOLE = {"item", "__class__"}
 KEYS = frozenset({bool, int, float, str, bytes, type(None)})
 """The types of keys that a path can have."""
@@ -230,7 +232,9 @@ def _class(value: Any) -> Inside:
         if one.__defaults__ or one.__closure__ or one.__kwdefaults__ or vars(one)
     }
     rest = {
-        name: one for name, one in held.items() if name[:2] != "__" and not issubclass(type(one), _METHODS)
+        name: one
+        for name, one in held.items()
+        if not name.startswith(_PYTHONS) and not issubclass(type(one), _METHODS)
     }
     own_bases = {at: one for at, one in bases if own.is_own_class(one)}
     return Inside({"__bases__": own_bases, "method": kept, **_named(rest)})
