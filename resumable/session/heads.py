@@ -27,6 +27,8 @@ class Heads:
 
         None of one that the script has changed since.
         """
+        self._updates = 0
+        """How many steps the optimizers had made as it was loaded; -1 behind the first head since."""
         self._goes_back = False
         self._thread = threading.get_ident()
 
@@ -38,23 +40,30 @@ class Heads:
         """Note what a checkpoint has put into the parts."""
         if self._training.script:
             self._loaded = {part.name: _content(part) for part in self._parts}
+            self._updates = self._training.position.all_updates
             self._training.position.handed.call_at_body(self._body_begins)
 
     def went_back(self) -> None:
         """Put the variables back at once where a body runs: what is left of it counts."""
         self.loaded()
-        if (script := self._script()) is None or self._training.position.is_outside():
-            return
-        script.share()
-        script.expect(is_still=False)
-        self._goes_back = True
-        self._tell(script.variables.go_back(is_due=self._training.position.streams.is_holding()))
+        is_due = self._training.position.streams.is_holding()
+        if (script := self._script()) is not None and not self._training.position.is_outside():
+            script.share()
+            script.expect(is_still=False)
+            self._goes_back = is_due
+            self._tell(script.variables.go_back(is_due=is_due))
+        if not is_due:
+            self._loaded = None
 
     def come(self) -> None:
         """Put back what was loaded, if no body was handed out since."""
         if (script := self._script()) is None:
             return
-        is_due = self._is_due()
+        position = self._training.position
+        # A `while` around batches() has read a counter, which puts the generators back before its first head.
+        is_first = position.is_outside() and position.all_updates == self._updates
+        is_due = self._is_due() or (self._loaded is not None and is_first)
+        self._updates = -1
         if self._goes_back:
             self._loaded = {name: then if then == now else None for name, then, now in self._contents()}
             self._goes_back = False
