@@ -684,6 +684,34 @@ def test_what_stands_behind_a_save_is_told_as_it_is_called(
     assert bool(told) == bool(found)
 
 
+AROUND_BATCHES = """
+import carrying, os
+from carrying import ended, run
+total, seen = 0, []
+while run().epoch < 3:
+    for batch in run().batches():
+        total += batch + run().epoch
+        seen.append(total)
+        note(total, seen)
+        if carrying.left == 1:
+            run().save().wait()
+            os._exit(143)
+        ended()
+    run().save().wait()
+    if carrying.left == 1:
+        os._exit(143)
+    ended()
+"""
+
+
+@pytest.mark.proves("exact")
+def test_a_while_around_the_batches_goes_on_with_its_variables(forks: Forks, tmp_path: Path) -> None:
+    expected, _ = noted(forks, AROUND_BATCHES, tmp_path / "plain")
+
+    for number, stops in enumerate(([1, 3], [4, 4], [3, 5, 2])):
+        assert noted(forks, AROUND_BATCHES, tmp_path / str(number), stops)[0] == expected, stops
+
+
 GOING_BACK = """
 import torch
 import carrying

@@ -90,15 +90,7 @@ def examined(
 def test_no_random_script_trains_something_else_without_a_warning(
     seeds: range, tally: Tally, forks: Forks, tmp_path: Path
 ) -> None:
-    verdicts = examined(map(programs.write, seeds), 2, forks, tmp_path)
-
-    print(f"seeds {seeds.start} to {seeds.stop - 1}\n{programs.table(verdicts)}")
-    bad = {one.program.seed: programs.line(one) for one in verdicts if one.worst.outcome in programs.BAD}
-    known = NOT_YET & {*seeds}
-    tally("random scripts", len(verdicts), [line for seed, line in bad.items() if seed not in known])
-    assert known <= bad.keys(), "some of these are right now: they belong no longer to NOT_YET"
-    for outcome, count in Counter(one.worst.outcome for one in verdicts).items():
-        tally(f"random scripts, {outcome}", count, [])
+    _hold("random scripts", examined(map(programs.write, seeds), 2, forks, tmp_path), NOT_YET, seeds, tally)
 
 
 @pytest.mark.proves("exact")
@@ -111,13 +103,20 @@ def test_nor_one_that_carries_state_in_its_variables(
     seeds: range, tally: Tally, forks: Forks, tmp_path: Path
 ) -> None:
     verdicts = examined(map(carriers.write, seeds), 2, forks, tmp_path)
+    _hold("scripts that carry state", verdicts, CARRYING_NOT_YET, seeds, tally)
 
+
+def _hold(
+    what: str, verdicts: Sequence[programs.Verdict], not_yet: set[int], seeds: range, tally: Tally
+) -> None:
+    """Let none be bad but those that are known to be."""
     print(f"seeds {seeds.start} to {seeds.stop - 1}\n{programs.table(verdicts)}")
     bad = {one.program.seed: programs.line(one) for one in verdicts if one.worst.outcome in programs.BAD}
-    known = CARRYING_NOT_YET & {*seeds}
-    tally("scripts that carry state", len(verdicts), [bad[seed] for seed in bad.keys() - known])
+    known = not_yet & {*seeds}
+    tally(what, len(verdicts), [line for seed, line in bad.items() if seed not in known])
+    assert known <= bad.keys(), "some of these are right now: they are no longer to be named"
     for outcome, count in Counter(one.worst.outcome for one in verdicts).items():
-        tally(f"scripts that carry state, {outcome}", count, [])
+        tally(f"{what}, {outcome}", count, [])
 
 
 @pytest.mark.nightly
