@@ -113,7 +113,8 @@ class Met(NamedTuple):
     place: Place
     of: type
     kind: Kind
-    content: Content
+    content: Content | None
+    """None if it is not known, as if it had changed."""
     reference: weakref.ref[Any] | None
 
     @property
@@ -128,7 +129,7 @@ class Met(NamedTuple):
 
 def met(
     nodes: Iterable[Node],
-    content_of: Callable[[Node], Content] = lambda node: look_into(node.value).content(),
+    content_of: Callable[[Node], Content | None] = lambda node: look_into(node.value).content(),
 ) -> dict[int, Met]:
     """Return the objects of a walk by their identity, as they are now, without keeping them."""
     found = {}

@@ -207,10 +207,12 @@ def _attributes(put: Putting, live: Any, entry: Entry) -> None:
     is_own = own.is_own_code(code) if code is not None else own.is_own_class(_class_of(live))
     if not is_own and entry["kind"] != "network":
         raise Hole("it is not the script's own")
+    there = kinds.look_into(live).groups
     for how, name, stored in entry["steps"]:
-        if type(stored) is dict and "entry" in stored and how in ("method", "__bases__"):
+        value = put.value(stored)
+        is_there = mark(value) == mark(there.get(how, {}).get(name, entry))
+        if is_there or (how in ("method", "__bases__") and type(stored) is dict):
             # What is in it is filled; a method or a base is never another.
-            put.value(stored)
             continue
         if how == "attribute" and not making.is_free(live, name):
             raise Hole(f"{name} of a {type(live).__name__} is PyTorch's")

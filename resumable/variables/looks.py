@@ -102,7 +102,7 @@ class Look:
             if not met.is_of(node.value):
                 gone.add(id(node.value))
             elif node.kind not in _NEVER_CHANGED and self._owned.name(node.value) is None:
-                self._same[id(node.value)] = met.content == self.content(node)
+                self._same[id(node.value)] = self._is_as_met(met, node)
         self._forget(gone, nodes)
         for node in nodes:
             if node.kind == "library" and self._libraries.has_processes(node.value):
@@ -143,7 +143,7 @@ class Look:
             inside = {id(child) for _, child in kinds.look_into(one.value).children()}
             if (met := self.known(one.value)) is not None and inside & gone:
                 self._same |= {id(one.value): False} if id(one.value) in self._same else {}
-                changed[id(one.value)] = met._replace(content=met.content.but(gone))
+                changed[id(one.value)] = met._replace(content=met.content and met.content.but(gone))
         self._known = lambda at: changed.get(at) or known(at)
 
     def keep_constants(self, digests: dict[int, str]) -> None:
@@ -185,7 +185,10 @@ class Look:
         if id(value) in self._same:
             return self._same[id(value)]
         met = self.known(value)
-        return met is not None and (met.kind == "module" or met.content == self.content(Node(value)))
+        return met is not None and (met.kind == "module" or self._is_as_met(met, Node(value)))
+
+    def _is_as_met(self, met: Met, node: Node) -> bool:
+        return met.content is not None and met.content == self.content(node)
 
     def content(self, node: Node) -> Content:
         """Return what of an object counts: of one that gives its state that, of long rows their columns."""

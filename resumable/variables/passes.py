@@ -26,38 +26,49 @@ _MOST_ITEMS, _MOST_NUMBERS = 4096, 100_000
 _MOST_BYTES = 16 << 20
 
 
-class Pass(NamedTuple):
-    """What was behind a loader as a pass over it began."""
+class Moment(NamedTuple):
+    """All that some variables lead to, as it was at a moment, such as when a pass over a loader began."""
 
     entries: Sequence[Entry]
     """All of it, as a look has it."""
-    then: Mapping[int, tuple[Any, Content]] = {}
-    """By entry: an object that was there before the loop, and its content."""
+    then: Sequence[tuple[Any, Content]] = ()
+    """By entry: the object, and its content."""
     putting: Putting | None = None
 
     @classmethod
-    def begun(cls, namespace: Namespace, owned: Owned, known: Mapping[int, Met]) -> Pass:
-        """Return what is there now."""
-        # All of it, as if it had changed.
-        look = Look(owned, lambda at: (met := known.get(at)) and met._replace(content=Content(())))
-        look.changes(namespace.roots())
-        there = [(number, one) for number, one in enumerate(look.objects) if "at" in look.entries[number]]
-        then = {number: (one, look.content(Node(one))) for number, one in there}
+    def now(
+        cls, namespaces: Iterable[Namespace], owned: Owned, known: Mapping[int, Met] | None = None
+    ) -> Moment:
+        """Return what is there now; `known`: the objects that a resume can find."""
+        roots, look = [root for one in namespaces for root in one.roots()], Look(owned)
+        if known is None:
+            known = walks.met(walks.walk(roots, look.is_leaf), lambda it: _if_large(it, look))
+        else:
+            # As if all had changed.
+            known = {at: one._replace(content=None) for at, one in known.items()}
+        look = Look(owned, known.get)
+        look.changes(roots)
+        then = [(one, look.content(Node(one))) for one in look.objects]
         return cls([*map(_copied, look.entries)], then)
 
     @classmethod
-    def loaded(cls, entries: Sequence[Entry]) -> Pass:
+    def loaded(cls, entries: Sequence[Entry]) -> Moment:
         """Return what a checkpoint has."""
-        return cls(entries, {}, Putting({"namespaces": [], "entries": entries}))
+        return cls(entries, (), Putting({"namespaces": [], "entries": entries}))
 
     def changed(self, look: Look) -> list[Entry]:
-        """Return what has changed since; nothing for what is as it was then."""
+        """Return what has changed since, for a checkpoint; nothing if nothing has."""
         if self.putting is not None:
             return [*self.entries]
-        same = {number for number, (one, then) in self.then.items() if look.content(Node(one)) == then}
-        if len(same) == len(self.then):
+        same = self._same(look)
+        if all(number in same for number, one in enumerate(self.entries) if "at" in one):
             return []
-        return [_place(one) if number in same else one for number, one in enumerate(self.entries)]
+        return [
+            _place(one) if number in same and "at" in one else one for number, one in enumerate(self.entries)
+        ]
+
+    def _same(self, look: Look) -> set[int]:
+        return {number for number, (one, then) in enumerate(self.then) if look.content(Node(one)) == then}
 
     def find(self, namespaces: Iterable[Namespace], owned: Owned) -> None:
         """Find the objects of a checkpoint, before others take their places."""
@@ -66,9 +77,20 @@ class Pass(NamedTuple):
 
     def put_back(self, namespaces: Iterable[Namespace], owned: Owned) -> list[str]:
         """Put it back; return what cannot be put back."""
-        putting = self.putting or Putting({"namespaces": [], "entries": self.entries})
+        putting = self.putting
+        if putting is None:
+            same = self._same(Look(owned))
+            entries = [_place(one) if number in same else one for number, one in enumerate(self.entries)]
+            there = {number: one for number, (one, _) in enumerate(self.then)}
+            putting = Putting({"namespaces": [], "entries": entries}, there)
         putting.put(namespaces, owned)
         return putting.problems
+
+
+def _if_large(node: Node, look: Look) -> Content | None:
+    """Return the content of an array or a tensor that is too large to be copied: it counts as unchanged."""
+    size = node.value.nbytes if node.kind in ("array", "tensor") else 0
+    return look.content(node) if size > _MOST_BYTES else None
 
 
 def _place(entry: Entry) -> Entry:

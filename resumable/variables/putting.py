@@ -33,12 +33,15 @@ _HEAD = {"kind", "class", "at", "owned", "hole", "constant"}
 class Putting:
     """Puts one stored look back, at as many heads as there are; what it has made stays the same object."""
 
-    def __init__(self, tree: Mapping[str, Any]) -> None:
-        checking.check(tree)
+    def __init__(self, tree: Mapping[str, Any], there: Mapping[int, Any] | None = None) -> None:
+        """`there`: the objects of the entries, if this process has stored them."""
+        self._is_ours = there is not None
+        if not self._is_ours:
+            checking.check(tree)
         self._entries: Sequence[Entry] = tree["entries"]
         self._namespaces: Sequence[Any] = tree["namespaces"]
         self._made: dict[int, Any] = {}
-        self._found: dict[int, Any] = {}
+        self._found: dict[int, Any] = {**(there or {})}
         self._filled: set[int] = set()
         self._foreign: set[int] = set()
         """The entries that are in objects of libraries."""
@@ -198,7 +201,9 @@ class Putting:
 
     def check_place(self, place: str, value: Any, entry: Entry) -> None:
         """Raise Hole if an object that was there before may not get a value at a place."""
-        if "at" in entry and not libraries.may_be_at(place, value, self._places):
+        if self._is_ours or "at" not in entry:
+            return
+        if not libraries.may_be_at(place, value, self._places):
             raise Hole(f"{place}: {libraries.no_place(value)}")
 
     def own_class(self, entry: Entry, base: Any = object) -> Any:

@@ -18,7 +18,7 @@ from .choice import ALL, Choice
 from .holds import Hold
 from .looks import Look, Namespace
 from .owned import Owned
-from .passes import Pass
+from .passes import Moment
 from .putting import Putting
 from .running import Running
 from .script import ahead, asking, bytecode, enumerates, frames
@@ -76,7 +76,7 @@ class Variables:
 
     def __init__(self, owned: Callable[[], Owned] = Owned, choice: Choice = ALL) -> None:
         self._owned, self._choice = owned, choice
-        self._passes: dict[str, Pass] = {}
+        self._passes: dict[str, Moment] = {}
         """Of each loader the pass that began last."""
         self._bases: dict[str, _Base] = {}
         self._putting: Putting | None = None
@@ -288,7 +288,7 @@ class Variables:
     def pass_begins(self, loader: str) -> None:
         """Note with what a pass over a loader begins."""
         owned = self._owned()
-        self._passes[loader] = Pass.begun(_of_loader(loader, owned), owned, self._known())
+        self._passes[loader] = Moment.now([_of_loader(loader, owned)], owned, self._known())
 
     def pass_goes_on(self, loader: str) -> tuple[Callable[[], object], list[str]]:
         """Put what is behind a loader back as its pass began, since the order is drawn from it again.
@@ -297,12 +297,12 @@ class Variables:
         """
         owned = self._owned()
         namespace = _of_loader(loader, owned)
-        hold, problems = Hold([namespace], owned), list[str]()
+        now, problems = Moment.now([namespace], owned), list[str]()
         if (begun := self._passes.get(loader)) is not None:
             namespaces = self._namespaces(frames.own_frames(sys._getframe(1)), owned)
             problems = begun.put_back(namespaces, owned)
-        self._passes[loader] = Pass.begun(namespace, owned, self._known())
-        return partial(hold.put_back, [], ()), problems
+        self._passes[loader] = Moment.now([namespace], owned, self._known())
+        return partial(now.put_back, (), owned), problems
 
     def may_ask_again(self) -> bool:
         """Whether batches may be asked for in the running body, in what is left of it."""
@@ -356,12 +356,12 @@ class Variables:
         if is_due and self._loaded:
             tree, self._loaded = self._loaded, {}
             self._passes.clear()
-            self._passes.update((name, Pass.loaded(one)) for name, one in tree.get("passes", {}).items())
+            self._passes.update((name, Moment.loaded(one)) for name, one in tree.get("passes", {}).items())
             self._numbers.clear()
             self._numbers.update(tree.get("numbers", {}))
         self.edits = [*self._edited(namespaces, putting)]
         if self._hold is not None:
-            self._hold.put_back(namespaces, putting.lacking())
+            self._hold.put_back(namespaces, owned, putting.lacking())
             namespaces = self._namespaces(stack, owned)
         for begun in self._passes.values():
             begun.find(namespaces, owned)
