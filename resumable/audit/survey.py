@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -137,14 +138,14 @@ class _Survey:
 
     def _add_piece(self, home: Node, node: Node, told: str) -> None:
         name = self._name(home)
-        root = home.step if home.owner is None else None
+        root = Step(home.how, home.name) if home.owner is None else None
         item = self._items.setdefault(name, _Item(home.value, root, []))
         if item.value is home.value:
             item.tensors += node.kind == "tensor"
             item.pieces.append(f"{str(node)[len(str(home)) :]} {told}")
 
     def _add_plain(self, name: str, value: Any, root: Step | None = None) -> None:
-        if contents.is_atom(value) or kinds.kind_of(value) == "enum":
+        if (contents.is_atom(value) and type(value) is not ModuleType) or kinds.kind_of(value) == "enum":
             self._items.setdefault(name, _Item(value, root, [digest.of(_plain(value))]))
 
     def _name(self, node: Node) -> str:
@@ -182,7 +183,7 @@ def _home(node: Node) -> Node:
     """Return the outermost object of those that are told as one: nested containers, or a network."""
     while node.kind in _DATA and node.owner is not None and node.owner.kind in _CONTAINERS:
         node = node.owner
-    if node.step.how in ("_parameters", "_buffers"):
+    if node.how in ("_parameters", "_buffers"):
         while node.owner is not None and node.owner.kind == "network":
             node = node.owner
     return node

@@ -9,6 +9,7 @@ import itertools
 import json
 import pathlib
 import random
+import types
 from collections.abc import Collection, Hashable, Mapping
 from operator import countOf
 from typing import Any, NamedTuple
@@ -26,6 +27,8 @@ ATOMS = frozenset(
 """What has no objects in it, and never changes."""
 MOST_ITEMS = 4096
 """Of more items in one object only a digest is kept."""
+_ALSO_ATOMS = (np.generic, types.ModuleType)
+"""With the classes derived from them; the variables of a module are looked at by themselves."""
 _FEW = 16
 _EQUAL = {bool, int, str, bytes, type(None), type(...)}
 _PLAIN = {*_EQUAL, float}
@@ -65,7 +68,7 @@ def is_atom(value: Any) -> bool:
     of = type(value)
     if of is tuple:
         return all(map(is_atom, value))
-    return of in ATOMS or issubclass(of, np.generic)
+    return of in ATOMS or issubclass(of, _ALSO_ATOMS)
 
 
 def mark(value: Any) -> Mark:
@@ -74,6 +77,8 @@ def mark(value: Any) -> Mark:
     if of in _EQUAL:
         # Python writes no decimals of a large one.
         return of, hex(value) if of is int and value.bit_length() > _MOST_BITS else value
+    if of is float and value and value == value:
+        return of, value
     if of in ATOMS:
         return of, repr(value)
     if of is tuple and is_atom(value):

@@ -53,6 +53,7 @@ _PYTHONS = "__", "_abc_"
 _TOLD_BY_WHOLE = {"item", "__class__"}
 KEYS = frozenset({bool, int, float, str, bytes, type(None)})
 """The types of keys that a path can have."""
+_HOOKS = collections.OrderedDict
 _CONTAINERS = (collections.OrderedDict, dict, list, collections.deque, tuple, set, frozenset)
 _OF_NETWORKS = frozenset(vars(torch.nn.Module())) - {"training"}
 _TENSORS = ("_parameters", "_buffers", "_modules")
@@ -64,34 +65,37 @@ class Inside(NamedTuple):
 
     groups: Mapping[str, Mapping[Any, Any]]
     """What is in it by name, for each way in which a path goes on."""
-    whole: Callable[[], Hashable] = tuple
+    whole: Callable[[], Hashable] | None = None
     """Returns what counts beside the groups: it may take long."""
+    of: int = 0
+    """The identity of its class, where that may become another."""
 
     def steps(self) -> Iterator[tuple[Step, Any]]:
         """Yield what is in it with the steps that lead there; the atoms of a list may be left out."""
         for how, held in self.groups.items():
             yield from ((Step(how, name), one) for name, one in held.items())
 
-    def children(self) -> Iterator[tuple[Step, Any]]:
-        """Yield the objects that are in it with the steps that lead there; none that is an atom."""
+    def children(self) -> Iterator[tuple[str, Any, Any]]:
+        """Yield the objects that are in it, each behind the step that leads there; none that is an atom."""
         for how, held in self.groups.items():
             # Millions of numbers are no steps: their types are found in one call.
-            if not ATOMS.issuperset(map(type, held.values())):
+            if held and not ATOMS.issuperset(map(type, held.values())):
                 for name, one in held.items():
                     if type(one) not in ATOMS and not is_atom(one):
-                        yield Step(how, name), one
+                        yield how, name, one
 
     def content(self) -> Content:
         """Return what of it counts: by name, where these are not too many."""
-        whole, items = [self.whole()], dict[str, dict[Any, Mark]]()
+        items: dict[str, dict[Any, Mark]] = {}
+        whole: tuple[Hashable, ...] = (self.of, self.whole and self.whole())
         for how, held in self.groups.items():
             if how in _TOLD_BY_WHOLE:
                 continue
             if len(held) > contents.MOST_ITEMS:
-                whole += [row([*held]), row([*held.values()])]
+                whole += row([*held]), row([*held.values()])
             else:
                 items[how] = {name: mark(one) for name, one in held.items()}
-        return Content(tuple(whole), items)
+        return Content(whole, items)
 
 
 def kind_of(value: object) -> Kind:
@@ -110,8 +114,8 @@ def look_into(value: Any) -> Inside:
     Containers are copied by the methods of Python's own classes, in one call that no other thread interrupts.
     Of a library only the objects are looked into, not its classes and modules.
 
-    >>> [(str(step), child) for step, child in look_into({"a": 1, "b": [2]}).children()]
-    [("['b']", [2])]
+    >>> [*look_into({"a": 1, "b": [2]}).children()]
+    [('key', 'b', [2])]
     """
     return row_of(type(value))[1](value)
 
@@ -146,15 +150,15 @@ def hooks_of(tensor: Any) -> dict[str, Any]:
     return {name: one for name, one in found.items() if one}
 
 
-def _named(held: Mapping[str, Any], owner: object = None) -> dict[str, Mapping[Any, Any]]:
+def _named(held: Mapping[str, Any], of: type = object) -> dict[str, Mapping[Any, Any]]:
     """Return attributes; hooks by their place: their keys number those that the process has registered."""
     found: dict[str, Mapping[Any, Any]] = {"attribute": held}
-    if hooks := [name for name, one in held.items() if name[-6:] == "_hooks" and type(one) is _CONTAINERS[0]]:
+    if hooks := [name for name, one in held.items() if type(one) is _HOOKS and name[-6:] == "_hooks"]:
         for name in hooks:
             found[name] = dict(enumerate(one for _, one in items_of(held[name]) if not _is_torchs(one)))
         found["attribute"] = {name: one for name, one in held.items() if name not in hooks}
-    if owner is not None and own.is_own_class(type(owner)):
-        found["__class__"] = {"__class__": type(owner)}
+    if own.is_own_class(of):
+        found["__class__"] = {"__class__": of}
     return found
 
 
@@ -171,7 +175,7 @@ def _sequence(value: Any) -> Inside:
     kinds = contents.types_of(items)
     maxlen = value.maxlen if type(value) is collections.deque else None
     held = {} if ATOMS.issuperset(kinds) else dict(enumerate(items))
-    return Inside({"item": held}, lambda: (id(type(value)), maxlen, row(items, kinds)))
+    return Inside({"item": held}, lambda: (maxlen, row(items, kinds)), id(type(value)))
 
 
 def _dict(value: Any) -> Inside:
@@ -190,16 +194,17 @@ def _dict(value: Any) -> Inside:
 def _array(value: Any) -> Inside:
     held = fingerprint.flat(value).tolist() if value.dtype.hasobject else ()
     return Inside(
-        {"item": dict(enumerate(held))}, lambda: (id(type(value)), *fingerprint.of_array(value), row(held))
+        {"item": dict(enumerate(held))}, lambda: (*fingerprint.of_array(value), row(held)), id(type(value))
     )
 
 
 def _tensor(value: Any) -> Inside:
     def whole() -> Hashable:
         with torch._C.DisableTorchFunctionSubclass():
-            return id(type(value)), value.requires_grad, *fingerprint.of_tensor(value)
+            return value.requires_grad, *fingerprint.of_tensor(value)
 
-    return Inside(_named({**slots.attributes(value), **hooks_of(value)}, value), whole)
+    of = type(value)
+    return Inside(_named({**slots.attributes(value), **hooks_of(value)}, of), whole, id(of))
 
 
 def _function(value: Any) -> Inside:
@@ -240,29 +245,27 @@ def _class(value: Any) -> Inside:
     return Inside({"__bases__": own_bases, "method": kept, **_named(rest)})
 
 
-def _module(value: Any) -> Inside:
-    held = dict(vars(value)) if own.is_own_module(value) else {}
-    return Inside(_named({name: one for name, one in held.items() if name[:2] != "__"}))
-
-
 def _network(value: Any) -> Inside:
     held = slots.attributes(value)
     kept = {name: one for name, one in held.items() if name not in _OF_NETWORKS or (one and "hooks" in name)}
     parts = {how: dict(held[how]) for how in _TENSORS}
-    return Inside({**_named(kept, value), **parts}, lambda: id(type(value)))
+    return Inside({**_named(kept, type(value)), **parts}, of=id(type(value)))
 
 
 def _object(value: Any) -> Inside:
-    found = _inherited(type(value))(value)
-    groups = {**_named(slots.attributes(value), value), **found.groups}
-    return Inside(groups, lambda: (id(type(value)), found.whole()))
+    of = type(value)
+    groups = _named(slots.attributes(value), of)
+    if (look := _inherited(of)) is None:
+        return Inside(groups, of=id(of))
+    found = look(value)
+    return Inside({**groups, **found.groups}, found.whole, id(of))
 
 
 @own.by_class
-def _inherited(of: type) -> Callable[[Any], Inside]:
+def _inherited(of: type) -> Callable[[Any], Inside] | None:
     """Return how the container is looked into that a class is derived from."""
     bases = ((dict, _dict), ((set, frozenset), _set), ((list, collections.deque), _sequence))
-    return next((look for base, look in bases if issubclass(of, base)), _nothing)
+    return next((look for base, look in bases if issubclass(of, base)), None)
 
 
 def _set(value: Any) -> Inside:
@@ -300,11 +303,10 @@ _DERIVED: tuple[tuple[Kind, tuple[type, ...], Callable[[Any], Inside]], ...] = (
     ("library", (torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer), _object),
     ("tensor", (torch.Tensor,), _tensor),
     ("network", (torch.nn.Module,), _network),
-    ("atom", (np.generic,), _nothing),
+    ("atom", (np.generic, types.ModuleType), _nothing),
     ("array", (np.ndarray,), _array),
     ("enum", (enum.Enum,), lambda one: Inside({}, lambda: id(one))),
     ("class", (type,), _class),
-    ("module", (types.ModuleType,), _module),
     ("tuple", (tuple,), _sequence),
 )
 """The kinds of classes and of those derived from them."""

@@ -15,24 +15,25 @@ Place = tuple[Step, Any]
 """A step, and the place that it goes on from; None for a root's."""
 Roots = Iterable[tuple[Step, Any]]
 
-ROOT = Step("", "")
-
 
 class Node:
     """An object that a walk has met, and how it came there first."""
 
-    __slots__ = ("_inside", "_look", "kind", "owner", "place", "value")
+    __slots__ = ("_inside", "_look", "_place", "how", "kind", "name", "owner", "value")
 
-    def __init__(self, value: Any, step: Step = ROOT, owner: Node | None = None) -> None:
-        self.value, self.owner = value, owner
+    def __init__(self, value: Any, how: str = "", name: Any = "", owner: Node | None = None) -> None:
+        """`how`, `name`: the last step to it; the root's own if it is a root."""
+        self.value, self.how, self.name, self.owner = value, how, name, owner
         self.kind, self._look = row_of(type(value))
-        self.place: Place = step, owner and owner.place
+        self._place: Place | None = None
         self._inside: Inside | None = None
 
     @property
-    def step(self) -> Step:
-        """The last step to it; the root's own if it is a root."""
-        return self.place[0]
+    def place(self) -> Place:
+        """The last step to it, and those before."""
+        if self._place is None:
+            self._place = Step(self.how, self.name), self.owner and self.owner.place
+        return self._place
 
     @property
     def path(self) -> Path:
@@ -75,18 +76,17 @@ def walk(roots: Roots, is_leaf: Callable[[Node], bool] = lambda _: False) -> Ite
     """Yield each object that the roots reach once, the nearest first; a leaf's own objects are left out."""
     # The nodes keep the objects: one that is made for the walk must not give its address to another.
     nodes, seen = list[Node](), set[int]()
-
-    def meet(ways: Roots, owner: Node | None = None) -> None:
-        for step, value in ways:
-            if id(value) not in seen:
-                seen.add(id(value))
-                nodes.append(Node(value, step, owner))
-
-    meet(roots)
+    for (how, name), value in roots:
+        if id(value) not in seen:
+            seen.add(id(value))
+            nodes.append(Node(value, how, name))
     for node in nodes:
         yield node
         if not is_leaf(node):
-            meet(node.inside().children(), node)
+            for how, name, value in node.inside().children():
+                if id(value) not in seen:
+                    seen.add(id(value))
+                    nodes.append(Node(value, how, name, node))
         node.forget()
 
 
@@ -102,7 +102,8 @@ class Finder:
         found = self._roots[path[0]]
         for step in path[1:]:
             if id(found) not in self._inside:
-                self._inside[id(found)] = found, dict(look_into(found).children())
+                inside = {Step(how, name): one for how, name, one in look_into(found).children()}
+                self._inside[id(found)] = found, inside
             found = self._inside[id(found)][1][step]
         return found
 

@@ -258,7 +258,6 @@ FILLERS: dict[str, Callable[[Putting, Any, Entry], None]] = {
     "object": _object,
     "class": _attributes,
     "function": _attributes,
-    "module": _attributes,
     "network": _attributes,
     "library": _state,
 }

@@ -86,7 +86,7 @@ class Libraries:
             if f"{own.module_of(type(value))}.".startswith(_CLOSED) or len(seen) >= _MOST:
                 return None
             seen[id(value)] = value
-            waiting.extend(child for _, child in kinds.look_into(value).children())
+            waiting.extend(one for _, _, one in kinds.look_into(value).children())
         compiled = [one for one in seen.values() if is_compiled(one)]
         if any(compiled_content(one) == _UNKNOWN or self._has_changed(one) for one in compiled):
             self._halves |= seen.keys()

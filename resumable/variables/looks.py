@@ -21,8 +21,9 @@ from .owned import Owned
 from .writing import WRITERS, Entry, class_name, class_of
 
 _IMMUTABLE = {"tuple", "count", "enum", "method", "partial"}
-_NEVER_CHANGED = {*_IMMUTABLE, "module"}
-"""Kinds that cannot be filled in place; the variables of a module are looked at by themselves."""
+"""Kinds that cannot be filled in place."""
+_WITH_STATE = {"object", "library", "network", "list"}
+"""Kinds of which not all counts that is in them."""
 _MANY = 64
 """A list of more numbers is stored as an array."""
 _NUMBERS: dict[type, Any] = {int: np.int64, float: np.float64, bool: np.bool_}
@@ -78,19 +79,18 @@ class Look:
 
     def is_leaf(self, node: Node) -> bool:
         """Whether the objects in an object are of no interest here."""
-        if self._owned.name(node.value) is not None:
-            return node.kind != "tensor" or not kinds.hooks_of(node.value)
-        if node.kind == "object":
+        value, kind = node.value, node.kind
+        if self._owned.name(value) is not None:
+            return kind != "tensor" or not kinds.hooks_of(value)
+        if kind == "object":
             return signs.among(node.inside().groups["attribute"].values()) is not None
-        if node.kind == "list":
-            return self.table(node.value) is not None
-        if node.kind == "dict" and node.owner and libraries.lacks_some(node.owner.value):
-            return bool(node.step.name == "state")
-        if node.kind == "library" and self._owned.covered(node.value) is None:
-            if libraries.lacks_some(node.value):
-                return False
-            return libraries.has_state(node.value, node.kind) or not self._libraries.is_open(node.value)
-        return node.kind == "module"
+        if kind == "list":
+            return self.table(value) is not None
+        if kind == "dict" and node.owner and libraries.lacks_some(node.owner.value):
+            return bool(node.name == "state")
+        if kind == "library" and self._owned.covered(value) is None and not libraries.lacks_some(value):
+            return libraries.has_state(value, kind) or not self._libraries.is_open(value)
+        return False
 
     def changes(self, roots: Iterable[tuple[Step, Any]]) -> list[str]:
         """Encode all objects that were there before and have changed; return where they are."""
@@ -101,18 +101,19 @@ class Look:
                 continue
             if not met.is_of(node.value):
                 gone.add(id(node.value))
-            elif node.kind not in _NEVER_CHANGED and self._owned.name(node.value) is None:
+            elif node.kind not in _IMMUTABLE and self._owned.name(node.value) is None:
                 self._same[id(node.value)] = self._is_as_met(met, node)
-        self._forget(gone, nodes)
+        if gone:
+            self._forget(gone, nodes)
         for node in nodes:
             if node.kind == "library" and self._libraries.has_processes(node.value):
                 self.lost.append((str(node), "it works in processes of its own"))
-            if (is_same := self._same.get(id(node.value))) is None or self._is_in_state(node):
+            is_same = self._same.get(id(node.value))
+            if is_same is None or (is_same and node.kind not in constants.KINDS) or self._is_in_state(node):
                 continue
             if is_same:
-                is_constant = node.kind in constants.KINDS and constants.is_constant(node)
-                is_of_library = is_constant and libraries.is_inside(_kinds_above(node))
-                if is_constant and not is_of_library and self._owned.base(node.value) is None:
+                is_constant = constants.is_constant(node) and self._owned.base(node.value) is None
+                if is_constant and not libraries.is_inside(_kinds_above(node)):
                     self._constants.append(node)
                 continue
             if (
@@ -139,8 +140,8 @@ class Look:
     def _forget(self, gone: set[int], nodes: Sequence[Node]) -> None:
         """Tell an object that holds a new one, at the address of another that is gone, from what it was."""
         known, changed = self._known, dict[int, Met]()
-        for one in nodes if gone else ():
-            inside = {id(child) for _, child in kinds.look_into(one.value).children()}
+        for one in nodes:
+            inside = {id(child) for _, _, child in kinds.look_into(one.value).children()}
             if (met := self.known(one.value)) is not None and inside & gone:
                 self._same |= {id(one.value): False} if id(one.value) in self._same else {}
                 changed[id(one.value)] = met._replace(content=met.content and met.content.but(gone))
@@ -185,7 +186,7 @@ class Look:
         if id(value) in self._same:
             return self._same[id(value)]
         met = self.known(value)
-        return met is not None and (met.kind == "module" or self._is_as_met(met, Node(value)))
+        return met is not None and self._is_as_met(met, Node(value))
 
     def _is_as_met(self, met: Met, node: Node) -> bool:
         return met.content is not None and met.content == self.content(node)
@@ -193,6 +194,8 @@ class Look:
     def content(self, node: Node) -> Content:
         """Return what of an object counts: of one that gives its state that, of long rows their columns."""
         value, kind = node.value, node.kind
+        if kind not in _WITH_STATE:
+            return node.inside().content()
         if (covered := self._owned.covered(value)) is not None:
             return node.inside().content().without(covered)
         if libraries.has_state(value, kind):
@@ -274,15 +277,15 @@ class Look:
             raise Hole(held if signs.live(value) else f"it holds {held}")
         elif kind in ("network", "library") and making.can_be_made(value, kind):
             return entry | making.content(self, value, where) | class_of(self, value, where)
-        elif kind in ("function", "class", "module", "library", "network"):
+        elif kind in ("function", "class", "library", "network"):
             raise Hole(f"a {type(value).__name__} that was made in the loop")
         before = met.content if met is not None and "at" in entry else None
         return entry | WRITERS[kind](self, value, before, where)
 
     def _is_as_before(self, value: Any, met: Met) -> bool:
         """Whether an object that cannot be filled in place is the same all through."""
-        inside = [child for _, child in kinds.look_into(value).children()]
-        return met.content == kinds.content(value) and all(map(self.is_known, inside))
+        inside = kinds.look_into(value)
+        return met.content == inside.content() and all(self.is_known(one) for _, _, one in inside.children())
 
     def items(self, values: list[Any], where: str) -> Any:
         """Return values as a tree has them; many numbers of one type as an array."""

@@ -185,8 +185,14 @@ def modules(stack: list[FrameType]) -> Iterator[tuple[str, dict[str, Any]]]:
 @lru_cache(1)
 def _own_modules(count: int, last: str) -> list[str]:
     """Return the names of the script's modules, as long as no other is imported."""
-    return [
-        name
-        for name, module in [*sys.modules.items()]
-        if type(module) is ModuleType and own.is_own_module(module) and module.__name__ == name
-    ]
+    found, installed = list[str](), set[str]()
+    for name, module in [*sys.modules.items()]:
+        package = name.partition(".")[0]
+        if package in installed or type(module) is not ModuleType:
+            continue
+        if not own.is_own_module(module):
+            is_installed = name == package and "__file__" in vars(module)
+            installed |= {package} if is_installed else set()
+        elif module.__name__ == name:
+            found.append(name)
+    return found

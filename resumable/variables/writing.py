@@ -47,7 +47,7 @@ def _dict(look: Look, value: Any, before: Content | None, where: str) -> Entry:
     held = kinds.items_of(value)
     signs.hashed([key for key, _ in held])
     entry = look.pairs(held, before, where, "key")
-    if before is not None and "is_all" not in entry and before.whole[0] != kinds.look_into(value).whole():
+    if before is not None and "is_all" not in entry and before.whole != kinds.content(value).whole:
         entry["order"] = [look.value(key, where) for key, _ in held]
     if isinstance(value, collections.defaultdict):
         factory = value.default_factory
@@ -182,7 +182,6 @@ WRITERS: dict[str, Callable[[Look, Any, Content | None, str], Entry]] = {
     "object": _object,
     "class": _attributes,
     "function": _attributes,
-    "module": _attributes,
     "network": _attributes,
     "partial": _partial,
     "method": _method,

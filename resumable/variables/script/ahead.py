@@ -44,7 +44,7 @@ def _steps(
     code: CodeType, offset: int, heads: frozenset[int], *, with_errors: bool = True
 ) -> list[dis.Instruction]:
     """Return what may run after an instruction until one of `heads` comes, with those."""
-    steps, found = [*dis.get_instructions(code)], list[dis.Instruction]()
+    steps, found = bytecode.steps_of(code), list[dis.Instruction]()
     following: list[list[int]] = [[] for _ in steps]
     for number, later in bytecode.ways(code, steps, with_errors=with_errors):
         following[number].append(later)

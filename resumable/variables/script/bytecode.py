@@ -34,7 +34,7 @@ Accesses = tuple[frozenset[str], frozenset[str]]
 """The variables that an instruction reads, and those that it stores."""
 
 
-def by_code(function: Callable[[CodeType], T]) -> Callable[[CodeType], T]:
+def by_code(function: Callable[[CodeType], T], most: int = _MOST) -> Callable[[CodeType], T]:
     """Remember what a function says of code: to hash code takes long, and a script may have much of it."""
     known: dict[int, tuple[CodeType, T]] = {}
 
@@ -42,12 +42,20 @@ def by_code(function: Callable[[CodeType], T]) -> Callable[[CodeType], T]:
     def found(code: CodeType) -> T:
         entry = known.get(id(code))
         if entry is None:
-            if len(known) > _MOST:
+            if len(known) > most:
                 known.clear()
             entry = known[id(code)] = code, function(code)
         return entry[1]
 
     return found
+
+
+def _steps(code: CodeType) -> list[dis.Instruction]:
+    return [*dis.get_instructions(code)]
+
+
+steps_of = by_code(_steps, 64)
+"""Returns the instructions of code; those of code with a loop are read several times."""
 
 
 def accesses(one: dis.Instruction) -> Accesses:
@@ -69,7 +77,7 @@ def accesses(one: dis.Instruction) -> Accesses:
 @by_code
 def live_before(code: CodeType) -> dict[int, frozenset[str]]:
     """Return for each instruction the variables that may be read from there on before they are assigned."""
-    steps = [*dis.get_instructions(code)]
+    steps = steps_of(code)
     read, stored = [accesses(one)[0] for one in steps], [accesses(one)[1] for one in steps]
     before: list[list[int]] = [[] for _ in steps]
     for number, following in ways(code, steps):
@@ -108,7 +116,7 @@ def ways(
 @by_code
 def loops(code: CodeType) -> tuple[tuple[int, int], ...]:
     """Return where each loop begins and ends."""
-    steps, moved = [*dis.get_instructions(code)], dict[int, int]()
+    steps, moved = steps_of(code), dict[int, int]()
     for one, after in zip(reversed(steps[:-1]), reversed(steps[1:]), strict=True):
         if one.opname == "EXTENDED_ARG":
             # A jump leads to the prefix of an instruction, and a frame is at the instruction itself.
@@ -127,7 +135,7 @@ def asking(code: CodeType, offsets: frozenset[int]) -> frozenset[int]:
 
     An iterator may be made around another one, by a call: `for index, batch in enumerate(...)`.
     """
-    steps = [one for one in dis.get_instructions(code) if one.opname != "EXTENDED_ARG"]
+    steps = [one for one in steps_of(code) if one.opname != "EXTENDED_ARG"]
     made, found, later = dict[int, int](), -1, steps[-1]
     for one, after in reversed([*pairwise(steps)]):
         if one.opname == "GET_ITER":
@@ -149,17 +157,18 @@ def is_in_loop(code: CodeType, offset: int | None) -> bool:
 @by_code
 def assigned(code: CodeType) -> frozenset[str]:
     """Return the variables that code assigns."""
-    return frozenset(name for one in dis.get_instructions(code) for name in accesses(one)[1])
+    return frozenset(name for one in steps_of(code) for name in accesses(one)[1])
 
 
 @by_code
 def assigned_in_loops(code: CodeType) -> frozenset[str]:
     """Return the variables that code assigns in a loop, or that functions inside of it assign."""
-    found = set(assigned_inside(code))
-    for one in dis.get_instructions(code):
-        if is_in_loop(code, one.offset):
-            found |= accesses(one)[1]
-    return frozenset(found)
+    return assigned_inside(code).union(*(accesses(one)[1] for one in _in_loops(code)))
+
+
+def _in_loops(code: CodeType) -> list[dis.Instruction]:
+    around = loops(code)
+    return [one for one in steps_of(code) if any(begin <= one.offset <= end for begin, end in around)]
 
 
 @by_code
@@ -169,16 +178,21 @@ def assigned_inside(code: CodeType) -> frozenset[str]:
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
             found |= assigned_globals(inner) | assigned_inside(inner)
-            for one in dis.get_instructions(inner):
-                if one.opname == "STORE_DEREF" and one.argval in inner.co_freevars:
-                    found.add(one.argval)
+            found.update(_stored("STORE_DEREF", inner) & {*inner.co_freevars})
     return frozenset(found)
 
 
 @by_code
 def assigned_globals(code: CodeType) -> frozenset[str]:
     """Return the variables of its module that code assigns, as a function has to say by `global`."""
-    return frozenset(one.argval for one in dis.get_instructions(code) if one.opname == "STORE_GLOBAL")
+    return _stored("STORE_GLOBAL", code)
+
+
+def _stored(opname: str, code: CodeType) -> frozenset[str]:
+    """Return what code stores by one instruction, which most code does not have."""
+    if dis.opmap[opname] not in code.co_code[::2]:
+        return frozenset()
+    return frozenset(one.argval for one in dis.get_instructions(code) if one.opname == opname)
 
 
 @by_code
@@ -210,7 +224,7 @@ def places_in_loops(code: CodeType) -> frozenset[str]:
 
 
 def _places(code: CodeType, *, in_loops: bool) -> frozenset[str]:
-    steps = [one for one in dis.get_instructions(code) if not in_loops or is_in_loop(code, one.offset)]
+    steps = _in_loops(code) if in_loops else dis.get_instructions(code)
     found = {place for before, one in pairwise([None, *steps]) if one for place in _stored_by(one, before)}
     inner = (one for one in code.co_consts if isinstance(one, CodeType))
     return frozenset(found.union(*map(places, inner)))
