@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import math
 from collections.abc import Callable, Mapping
+from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
 import numpy as np
@@ -104,14 +105,15 @@ class _Check:
             _need("at" in entry or "hole" in entry, "no content")
 
     def _content(self, kind: str, held: Entry, inside: list[int]) -> None:
-        _need(kind in _FORMS, f"kind {kind!r}")
-        for key, one in held.items():
-            _need(key in _FORMS[kind], f"{key!r} of a {kind}")
-            _FORMS[kind][key](self, one, inside)
-        _need(
-            any(one <= held.keys() for one in (_NEEDED.get(kind, set()), *_INSTEAD)),
-            f"a {kind} lacks content",
+        _need(kind in _KINDS, f"kind {kind!r}")
+        forms = [one.split() for one in _KINDS[kind].split("|")]
+        is_right = any(
+            {key for key in form if key[-1] != "?"} <= held.keys() <= {key.rstrip("?") for key in form}
+            for form in forms
         )
+        _need(is_right, f"a {kind} of {', '.join(map(repr, held))}")
+        for key, one in held.items():
+            (_KEYS.get(f"{kind} {key}") or _KEYS[key])(self, one, inside)
         if "shape" in held:
             _need(math.prod(held["shape"]) == len(held.get("items", ())), "a shape")
         if held.get("typecode"):
@@ -166,26 +168,17 @@ class _Check:
 
     def _refuse_cycles(self) -> None:
         """Refuse what holds itself before it is made."""
-        done: set[int] = set()
-        for root in range(len(self._entries)):
-            way, on_way, waiting = list[int](), set[int](), [root]
-            while waiting:
-                number = waiting.pop()
-                if number < 0:
-                    gone = way.pop()
-                    on_way.discard(gone)
-                    done.add(gone)
-                    continue
-                _need(number not in on_way, f"entry {number} holds itself")
-                if number in done:
-                    continue
-                way.append(number)
-                on_way.add(number)
-                waiting.append(-1)
-                _need(len(way) < _DEEPEST, "nested too deeply")
-                waiting += [
-                    one for one in self._inside[number] if self._entries[one].get("kind") in _IMMUTABLE
-                ]
+        inside = {
+            number: [one for one in held if self._entries[one].get("kind") in _IMMUTABLE]
+            for number, held in enumerate(self._inside)
+        }
+        depths = dict[int, int]()
+        try:
+            for number in TopologicalSorter(inside).static_order():
+                depths[number] = 1 + max((depths[one] for one in inside[number]), default=0)
+        except CycleError as exc:
+            raise _Wrong(f"entry {exc.args[1][0]} holds itself") from None
+        _need(max(depths.values(), default=0) < _DEEPEST, "nested too deeply")
 
 
 def _need(is_right: bool, what: str) -> None:
@@ -269,59 +262,55 @@ def _inherited(check: _Check, stored: Any, inside: list[int]) -> None:
     check._content("dict" if "set" in stored else "list", stored, inside)
 
 
-Form = Callable[[_Check, Any, list[int]], None]
-_ITEMS: dict[str, Form] = {"items": _Check._values}
-_DICT: dict[str, Form] = {
-    "set": _Check._pairs,
-    "is_all": _of(bool),
-    "gone": _Check._values,
-    "order": _Check._values,
-    "factory": lambda check, one, inside: None if type(one) is str else check._value(one, inside),
+_KINDS = {
+    "list": "items maxlen | columns pools maxlen of?",
+    "tuple": "items of?",
+    "dict": "set is_all? gone? order? factory?",
+    "set": "items",
+    "buffer": "bytes typecode",
+    "array": "array | items shape",
+    "tensor": "tensor requires_grad is_parameter | view",
+    "generator": "state",
+    "count": "count",
+    "enum": "member of",
+    "object": "set is_all? gone? of? inherited?",
+    "class": "steps",
+    "function": "steps",
+    "network": "steps | set is_all? of?",
+    "partial": "items",
+    "method": "self name",
+    "library": "data | of_itself | set is_all? of?",
 }
-_OBJECT: dict[str, Form] = {
+"""What an entry of each kind has, or instead of it; it may lack what a ? is behind."""
+_KEYS: dict[str, Callable[[_Check, Any, list[int]], None]] = {
+    "items": _Check._values,
+    "maxlen": _size,
+    "columns": _table,
+    "pools": _pools,
+    "of": _Check._value,
     "set": _Check._names,
+    "dict set": _Check._pairs,
     "is_all": _of(bool),
     "gone": lambda check, one, inside: _need(type(one) is list and all(map(_is_name, one)), "names"),
-    "of": _Check._value,
+    "dict gone": _Check._values,
+    "order": _Check._values,
+    "factory": lambda check, one, inside: None if type(one) is str else check._value(one, inside),
+    "bytes": _of(bytes),
+    "typecode": _typecode,
+    "array": _array,
+    "shape": _shape,
+    "tensor": _tensor,
+    "requires_grad": _of(bool),
+    "is_parameter": _of(bool),
+    "view": _view,
+    "state": _nothing,
+    "count": _count,
+    "member": _of(str),
+    "inherited": _inherited,
+    "steps": _Check._steps,
+    "self": _Check._value,
+    "name": lambda check, one, inside: _need(_is_name(one), "a method"),
+    "data": _Check._names,
+    "of_itself": _nothing,
 }
-_MADE: dict[str, Form] = {"set": _Check._names, "is_all": _of(bool), "of": _Check._value}
-_FORMS: dict[str, dict[str, Form]] = {
-    "list": {
-        **_ITEMS,
-        "maxlen": _size,
-        "columns": _table,
-        "pools": _pools,
-        "of": _Check._value,
-    },
-    "tuple": {**_ITEMS, "of": _Check._value},
-    "dict": _DICT,
-    "set": _ITEMS,
-    "buffer": {"bytes": _of(bytes), "typecode": _typecode},
-    "array": {"array": _array, "items": _Check._values, "shape": _shape},
-    "tensor": {"tensor": _tensor, "requires_grad": _of(bool), "is_parameter": _of(bool), "view": _view},
-    "generator": {"state": _nothing},
-    "count": {"count": _count},
-    "enum": {"member": _of(str), "of": _Check._value},
-    "object": {**_OBJECT, "inherited": _inherited},
-    "class": {"steps": _Check._steps},
-    "function": {"steps": _Check._steps},
-    "network": {"steps": _Check._steps, **_MADE},
-    "partial": _ITEMS,
-    "method": {"self": _Check._value, "name": lambda check, one, inside: _need(_is_name(one), "a method")},
-    "library": {"data": _Check._names, "of_itself": _nothing, **_MADE},
-}
-_NEEDED: dict[str, set[str]] = {
-    "list": {"items", "maxlen"},
-    "tuple": {"items"},
-    "dict": {"set"},
-    "set": {"items"},
-    "buffer": {"bytes", "typecode"},
-    "tensor": {"tensor", "requires_grad", "is_parameter"},
-    "generator": {"state"},
-    "count": {"count"},
-    "enum": {"member", "of"},
-    "object": {"set"},
-    "partial": {"items"},
-    "method": {"self", "name"},
-}
-_INSTEAD = ({"columns", "pools", "maxlen"}, {"view"})
+"""What each must be; that of one kind may differ."""
