@@ -38,15 +38,28 @@ def dictionary(value: Any) -> dict[str, Any] | None:
     return held if type(held) is dict else None
 
 
+def write(value: Any, name: str, one: Any) -> None:
+    """Set an attribute of an object, in its `__dict__` or in a slot."""
+    if (slot := _layout(type(value))[1].get(name)) is not None:
+        slot.__set__(value, one)
+    elif (held := dictionary(value)) is not None:
+        held[name] = one
+
+
+def delete(value: Any, name: str) -> None:
+    """Delete an attribute of an object."""
+    if (slot := _layout(type(value))[1].get(name)) is not None:
+        slot.__delete__(value)
+    else:
+        (dictionary(value) or {}).pop(name, None)
+
+
 @own.by_class
 def _layout(kind: type) -> tuple[bool, dict[str, MemberDescriptorType]]:
     """Return whether objects of a class have a `__dict__` of Python's, and their slots."""
-    found = (vars(one)["__dict__"] for one in kind.__mro__ if "__dict__" in vars(one))
-    return type(next(found, None)) in DESCRIPTORS, members(kind)
-
-
-def members(kind: type) -> dict[str, MemberDescriptorType]:
-    """Return the slots of a class and of its bases, by the names that a class gives them."""
-    slots = (vars(one).items() for one in reversed(kind.__mro__) if "__slots__" in vars(one))
-    found = {name: slot for some in slots for name, slot in some if type(slot) is MemberDescriptorType}
-    return {name: slot for name, slot in found.items() if name not in _OF_PYTHON}
+    spaces = [vars(one) for one in kind.__mro__]
+    dictionary = next((one["__dict__"] for one in spaces if "__dict__" in one), None)
+    slots = [pair for one in reversed(spaces) if "__slots__" in one for pair in one.items()]
+    return type(dictionary) in DESCRIPTORS, {
+        name: slot for name, slot in slots if type(slot) is MemberDescriptorType and name not in _OF_PYTHON
+    }

@@ -6,7 +6,7 @@ import collections
 import contextlib
 import copy
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
@@ -143,40 +143,11 @@ def numpy_generator(state: Any) -> np.random.Generator:
     return np.random.Generator(of())
 
 
-def _object(put: Putting, live: Any, entry: Entry) -> None:
-    pairs = [(name, _attribute(put, live, name, one, entry)) for name, one in entry["set"]]
-    members, held = slots.members(type(live)), slots.dictionary(live)
-    if "inherited" in entry:
-        inherited = {**{name: entry[name] for name in ("at", "of") if name in entry}, **entry["inherited"]}
-        (_dict if isinstance(live, dict) else _list)(put, live, inherited)
-    for name in {*entry.get("gone", ())} & slots.attributes(live).keys():
-        if name in members:
-            members[name].__delete__(live)
-        elif held is not None:
-            held.pop(name, None)
-    for name, one in pairs:
-        if name in members:
-            members[name].__set__(live, one)
-        elif held is not None:
-            held[name] = one
-
-
-def _attribute(put: Putting, live: Any, name: str, stored: Any, entry: Entry) -> Any:
-    """Return a value for an attribute of an object or a class of the script, if it may get one."""
-    value = put.value_at(Step("attribute", name), stored, entry)
-    held = (own.namespace(one) for one in (live if isinstance(live, type) else type(live)).__mro__)
-    there = next((one[name] for one in held if name in one), None)
-    method = own.unwrapped(there) if isinstance(live, type) else there
-    if type(method) is FunctionType and libraries.is_data(value):
-        raise Hole(f"{name} is a method")
-    return value
-
-
 def _state(put: Putting, live: Any, entry: Entry) -> None:
     if "set" in entry:
         making.fill(put, live, entry)
     elif "data" in entry:
-        _data(put, live, entry["data"])
+        _attributes(put, live, entry)
     elif libraries.has_state(live, "library"):
         with _refusals(live):
             # It keeps the tensors that it is given.
@@ -185,45 +156,47 @@ def _state(put: Putting, live: Any, entry: Entry) -> None:
         raise Hole(f"a {type(live).__name__} takes no state")
 
 
-def _data(put: Putting, live: Any, rows: Any) -> None:
-    """Fill an object of a library with numbers: no text, no code, no object."""
-    new, there = {name: put.value(stored) for name, stored in rows}, slots.attributes(live)
-    for name, one in new.items():
-        if not libraries.takes(type(live), name, type(there[name]) if name in there else None, one):
-            raise Hole(f"{name} of a {type(live).__name__} takes no {type(one).__name__}")
-    members, held = slots.members(type(live)), slots.dictionary(live)
-    for name, one in new.items():
-        if name in members:
-            members[name].__set__(live, one)
-        elif held is not None:
-            held[name] = one
-
-
 def _attributes(put: Putting, live: Any, entry: Entry) -> None:
-    if "set" in entry:
+    """Fill an object, a class, a function or a network: all that it gets is checked before it gets any."""
+    if "set" in entry and entry["kind"] == "network":
         making.fill(put, live, entry)
         return
-    code = getattr(live, "__code__", None)
-    is_own = own.is_own_code(code) if code is not None else own.is_own_class(_class_of(live))
-    if not is_own and entry["kind"] != "network":
-        raise Hole("it is not the script's own")
-    there = kinds.look_into(live).groups
-    for how, name, stored in entry["steps"]:
-        value = put.value(stored)
+    rows = entry.get("set") or entry.get("data", ())
+    steps, there = [], kinds.look_into(live).groups
+    for how, name, stored in entry.get("steps") or [("attribute", *row) for row in rows]:
+        step, value = Step(how, name), put.value(stored)
         is_there = mark(value) == mark(there.get(how, {}).get(name, entry))
-        if is_there or (how in ("method", "__bases__") and type(stored) is dict):
-            # What is in it is filled; a method or a base is never another.
-            continue
-        if how == "attribute" and not making.is_free(live, name):
-            raise Hole(f"{name} of a {type(live).__name__} is PyTorch's")
-        value = (
-            _attribute(put, live, name, stored, entry)
-            if how == "attribute"
-            else put.value_at(Step(how, name), stored, entry)
-        )
-        if not is_own and not libraries.is_data(value):
-            raise Hole(f"{name} of a {type(live).__name__} takes no {type(value).__name__}")
-        _assign(live, how, name, value)
+        # What is in a method or a base is filled; they are never others.
+        if not is_there and (how not in ("method", "__bases__") or type(stored) is not dict):
+            put.check_place(str(step), value, entry)
+            _check(live, step, value, there)
+            steps.append((step, value))
+    if "inherited" in entry:
+        inherited = {**{name: entry[name] for name in ("at", "of") if name in entry}, **entry["inherited"]}
+        (_dict if isinstance(live, dict) else _list)(put, live, inherited)
+    for name in {*entry.get("gone", ())} & there["attribute"].keys():
+        slots.delete(live, name)
+    for step, value in steps:
+        _assign(live, *step, value)
+
+
+def _check(live: Any, step: Step, value: Any, there: Mapping[str, Mapping[Any, Any]]) -> None:
+    """Raise Hole if an object that is there may not get a value at a step."""
+    of, (how, name) = type(live), step
+    is_own = own.is_own_code(live.__code__) if of is FunctionType else own.is_own_class(_class_of(live))
+    before = there.get(how, {}).get(name)
+    if how == "attribute" and not making.is_free(live, name):
+        raise Hole(f"{name} of a {of.__name__} is PyTorch's")
+    if is_own:
+        held = (own.namespace(one) for one in _class_of(live).__mro__)
+        method = next((one[name] for one in held if name in one), None)
+        method = own.unwrapped(method) if isinstance(live, type) else method
+        if how == "attribute" and type(method) is FunctionType and libraries.is_data(value):
+            raise Hole(f"{name} is a method")
+    elif kinds.kind_of(live) not in ("library", "network"):
+        raise Hole("it is not the script's own")
+    elif not libraries.takes(of, step, type(before) if name in there.get(how, ()) else None, value):
+        raise Hole(f"{name} of a {of.__name__} takes no {type(value).__name__}")
 
 
 def _class_of(live: Any) -> type:
@@ -242,7 +215,7 @@ def _assign(live: Any, how: str, name: Any, value: Any) -> None:
     elif how == "attribute" and isinstance(live, type):
         type.__setattr__(live, name, value)
     elif how == "attribute":
-        vars(live)[name] = value
+        slots.write(live, name, value)
     else:
         raise Hole(f"{how} of a {type(live).__name__}")
 
@@ -255,7 +228,7 @@ FILLERS: dict[str, Callable[[Putting, Any, Entry], None]] = {
     "array": _array,
     "tensor": _tensor,
     "generator": _generator,
-    "object": _object,
+    "object": _attributes,
     "class": _attributes,
     "function": _attributes,
     "network": _attributes,

@@ -17,7 +17,7 @@ from ..errors import ResumableError
 from ..files import codec, fingerprint
 from ..objects import kinds, own
 from ..objects.contents import Content
-from ..objects.kinds import Kind
+from ..objects.kinds import Kind, Step
 from ..objects.walks import Node
 from . import signs
 from .atoms import Hole
@@ -192,9 +192,10 @@ FILLED = {"list", "dict", "set", "array", "tensor", "generator", "buffer", "libr
 """The kinds that are filled in objects of libraries."""
 
 
-def takes(of: type, name: str, before: type | None, value: Any) -> bool:
-    """Whether an attribute of an object of a library may become a value; None: it has none of that name."""
-    if not is_data(value):
+def takes(of: type, step: Step, before: type | None, value: Any) -> bool:
+    """Whether an object of a library may get a value at a step; `before`: of which type it has one there."""
+    name = str(step.name)
+    if step.how != "attribute" or not is_data(value):
         return False
     if before is None:
         # No method, no property, nothing that Python looks for; but what a class has for want of a value.

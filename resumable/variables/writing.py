@@ -115,21 +115,28 @@ def _object(look: Look, value: Any, before: Content | None, where: str) -> Entry
 
 
 def _attributes(look: Look, value: Any, before: Content | None, where: str) -> Entry:
-    """Return what has changed of a class, a function or a module: each step with its value."""
+    """Return what has changed of a class, a function, a network or an object of a library: each step."""
     old = before.items if before is not None else {}
-    inside = kinds.look_into(value)
+    inside, covered = kinds.look_into(value), look._owned.covered(value) or ()
+    hooks = [how for how in {*old, *inside.groups} if how.endswith("_hooks")]
     now = inside.content().items
-    hooks = [how for how in {*old, *now} if how.endswith("_hooks") and old.get(how) != now.get(how)]
-    look.lost += [(f"{where}.{how}", "a hook that the loop has registered or removed") for how in hooks]
-    held = [(step, one) for step, one in inside.steps() if step.how not in ("__class__", *hooks)]
-    changed = [(step, one) for step, one in held if old.get(step.how, {}).get(step.name, ()) != mark(one)]
-    is_librarys = isinstance(value, torch.nn.Module) and not own.is_own_class(type(value))
+    look.lost += [
+        (f"{where}.{how}", "a hook that the loop has registered or removed")
+        for how in hooks
+        if old.get(how) != now.get(how)
+    ]
+    is_librarys = kinds.kind_of(value) in ("network", "library") and not own.is_own_class(type(value))
     steps = []
-    for step, one in changed:
-        if is_librarys and not libraries.is_data(one):
+    for step, one in inside.steps():
+        was: Any = old.get(step.how, {}).get(step.name)
+        if was == mark(one) or step.name in covered or step.how in ("__class__", *hooks):
+            continue
+        if is_librarys and not libraries.takes(type(value), step, was and was[0], one):
             look.lost.append((f"{where}{step}", f"a {type(one).__name__} in an object of a library"))
-        elif look._may_be_at(step, one, where):
+        elif is_librarys or look._may_be_at(step, one, where):
             steps.append([*step, look.value(one, f"{where}{step}")])
+    if kinds.kind_of(value) == "library":
+        return {"data": [[name, one] for _, name, one in steps]}
     return {"steps": steps}
 
 
@@ -146,22 +153,7 @@ def _method(look: Look, value: Any, before: Content | None, where: str) -> Entry
 def _state(look: Look, value: Any, before: Content | None, where: str) -> Entry:
     if libraries.has_state(value, "library") and look._owned.covered(value) is None:
         return {"of_itself": libraries.state(value)}
-    return _of_library(look, value, before, where)
-
-
-def _of_library(look: Look, value: Any, before: Content | None, where: str) -> Entry:
-    """Return the attributes that have changed, as far as they are data of the type that was there."""
-    old = before.items.get("attribute", {}) if before is not None else {}
-    rows = []
-    for name, one in look.attributes(value).items():
-        was: Any = old.get(name)
-        if was == mark(one):
-            continue
-        if libraries.takes(type(value), name, was and was[0], one):
-            rows.append([name, look.value(one, f"{where}.{name}")])
-        else:
-            look.lost.append((f"{where}.{name}", f"a {type(one).__name__} in an object of a library"))
-    return {"data": rows}
+    return _attributes(look, value, before, where)
 
 
 def class_of(look: Look, value: Any, where: str) -> Entry:
