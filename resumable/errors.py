@@ -37,9 +37,10 @@ R05 | A loop over `epochs()` or `steps()` that is left by a `break`, with anothe
       begins
 R06 | Batches that are asked for before the training wants them: by a generator or a thread (give it to
       `through=`), by `list(state.batches())`. | at the second batch, or at the epoch's end
-R07 | `itertools.islice`, `itertools.cycle`, or `zip` with a range, around `state.batches()`: after a resume
-      they begin again. Write `if state.batch >= n: break`, or, in place of `cycle`, [a
-      generator](data.md#a-loader-that-goes-on-from-epoch-to-epoch). | at the first batch
+R07 | `itertools.islice`, `itertools.cycle`, or `zip` with a range, around `state.batches()`, or `next()` on
+      it in a `for` loop that counts: after a resume they begin again. Write `if state.batch >= n: break`,
+      or, in place of `cycle`, [a generator](data.md#a-loader-that-goes-on-from-epoch-to-epoch). | at the
+      first batch
 R08 | Random numbers that are drawn between `RunState.load` and the first loop, or in a loop of your own
       before it reads a counter or asks for a batch by `next()`: a resume puts the generators back at
       another moment. Loop over `epochs()`, `steps()` or `batches()`, and set seeds before the load. | at

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from ..errors import (
     ResumableError,
     StateMismatch,
     UsageError,
+    did_you_mean,
 )
 from ..files import disk
 from ..files.strict_json import Json
@@ -118,6 +120,7 @@ class Resuming:
         def look() -> Fit:
             allowed.refuse_unknown(allow, self._parts, reading, {*earlier})
             plan = fit(self._parts, reading, allow, override)
+            self._refuse_unknown_variables(plan)
             differences = [
                 *plan.changed,
                 *changes.of_world(about.world_size, ranks.size),
@@ -127,8 +130,7 @@ class Resuming:
             return Fit(plan, self._checked_best(chosen, override), differences)
 
         found = ranks.each("what does not fit", look)
-        self._warn_of_devices(reading)
-        self._warn_of_missing(reading)
+        self._saving.once.warn_of(self._lacking(reading))
         # Before anything is touched: where warnings are errors, this ends the load.
         rows = ranks.agree("what has changed", lambda: [one.to_json() for one in found.differences])
         ranks.each("telling it", lambda: self._tell(rows, chosen))
@@ -137,26 +139,41 @@ class Resuming:
         self._saving.keep_settings({name: about.built[name] for name in kept if name in about.built})
         return found
 
+    def _refuse_unknown_variables(self, plan: Plan) -> None:
+        """Raise UsageError for an override that names no variable which the checkpoint has."""
+        look = plan.reading.trees["rank"].json.get(variables.PART)
+        if look is None or self._script is None:
+            return
+        for pattern in choice.wins(look, plan.code_wins.get(variables.PART, ())):
+            known = {f"script.{re.split(r'[.[]', row.root)[0]}" for row in variables.rows(look)}
+            if known and not self._left_out(look, pattern):
+                raise UsageError(
+                    f"override={pattern!r} names no saved variable.{did_you_mean(pattern, known)}",
+                    fix=f"the checkpoint has: {', '.join(sorted(known))}.",
+                )
+
+    def _left_out(self, look: Json, pattern: str) -> bool:
+        """Whether the checkpoint has something that a pattern leaves to the script."""
+        without = self._script.choice.without if self._script else choice.ALL.without
+        return without(look, [pattern]) != without(look, ())
+
     def _allowed_before(self, allow: Sequence[str]) -> list[str]:
         """Return the patterns that named something at an earlier start; all, if that cannot be known."""
         is_known = not self._copies or history.exists(self._run.path)
         return history_scan.allowed(self._run.path) if is_known else [*allow]
 
-    def _warn_of_missing(self, reading: Reading) -> None:
+    def _lacking(self, reading: Reading) -> Iterator[str]:
+        """Yield what the checkpoint lacks, or the machine."""
         for name in self._parts.found - reading.about.parts.keys() - {"script"}:
             what = "a gradient scaler" if name == "scaler" else "another optimizer"
-            self._saving.once.warn(
+            yield (
                 f"the optimizer steps by {what}, which the checkpoint lacks ({name}): it begins as the "
-                "script makes it. [R13]",
-                about=f"missing {name}",
+                "script makes it. [R13]"
             )
-
-    def _warn_of_devices(self, reading: Reading) -> None:
         if reading.without_device:
-            self._saving.once.warn(
+            yield (
                 f"the training that saved used {', '.join(reading.without_device)}, and this one uses fewer "
-                "devices: what is drawn on a device differs. Resume with as many for the same numbers. [R28]",
-                about="generators without a device",
+                "devices: what is drawn on a device differs. Resume with as many for the same numbers. [R28]"
             )
 
     def warn_of_dropout(self) -> None:
@@ -288,11 +305,10 @@ class Resuming:
             return ""
         file = getattr(sys.modules.get("__main__"), "__file__", None)
         script = "the notebook" if is_notebook() else os.path.basename(file or "the script")
-        without = self._script.choice.without
         wins = choice.wins(look, fit.plan.code_wins[variables.PART])
-        left = [one for one in wins if without(look, [one]) != without(look, ())]
+        left = [one for one in wins if self._left_out(look, one)]
         own = f"; the script's own: {', '.join(one.partition('.')[2] or '*' for one in left)}" if left else ""
-        return variables.told(without(look, wins), script) + own
+        return variables.told(self._script.choice.without(look, wins), script) + own
 
     def told(self, fit: Fit) -> str:
         """Return what to add to the line about names that differ."""

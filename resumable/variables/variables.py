@@ -36,6 +36,11 @@ IN_INNER_LOOP = (
     "save() is called in a loop inside of the body: a resume goes on behind that body, and leaves out what "
     "is left of the inner loop. Call save() behind it. [R01]"
 )
+_COUNTED = (
+    "next() asks for the batches in a for loop that counts them by itself: a resume in mid-epoch begins that "
+    "loop again, and asks for more than are left. Loop over the batches, and leave the loop by state.batch. "
+    "[R07]"
+)
 _BEHIND_YIELD = "what it does behind the yield that hands a batch on: a resume leaves that out for this batch"
 
 
@@ -326,6 +331,12 @@ class Variables:
                 yield IN_INNER_LOOP
             if heads:
                 return
+
+    def asked(self, asked_by: FrameType) -> Iterator[str]:
+        """Yield what a resume does otherwise if a frame asks for batches where it does so just now."""
+        frame, heads = next(self._innermost_first(frames.own_frames(asked_by)), (None, frozenset()))
+        if frame is asked_by and ahead.is_counted(frame.f_code, frame.f_lasti, heads):
+            yield _COUNTED
 
     def is_last_in_body(self) -> bool:
         """Whether the script has nothing to do in the running body any more."""

@@ -167,6 +167,13 @@ def test_an_override_of_a_variable_counts_once(folder: Path, forks: Forks) -> No
     assert "at 2 2.25 9 2" in third
 
 
+def test_an_override_of_an_unknown_variable_is_refused(folder: Path, forks: Forks) -> None:
+    _, mistyped = starts(forks, folder, "{}", "{'override': ['script.bset']}")
+
+    assert "override='script.bset' names no saved variable. Did you mean 'script.best'?" in mistyped.err
+    assert "the checkpoint has: script.average, script.best, script.dice" in mistyped.err
+
+
 def test_a_run_that_begins_with_an_override_goes_on_exactly(folder: Path, forks: Forks) -> None:
     override = "{'override': ['script.*']}"
 
@@ -238,3 +245,37 @@ def test_an_edited_start_value_is_told_once(folder: Path, forks: Forks) -> None:
         ],
         [],
     ]
+
+
+BY_HAND = """
+from torch.utils.data import DataLoader
+from resumable import RunState
+state = RunState.load('exp', loader=DataLoader(range(6)), every=None)
+"""
+
+
+@pytest.mark.parametrize(
+    ("loop", "is_told"),
+    [
+        ("for _ in state.epochs(2):\n    it = iter(state.batches())\n    for _ in range(2): next(it)", True),
+        (
+            "for _ in state.epochs(2):\n    it = iter(state.batches())\n    for n in 1, 2: print(next(it))",
+            True,
+        ),
+        ("for _ in state.epochs(2):\n    it = iter(state.batches())\n    while next(it, None): pass", False),
+        ("for _ in state.epochs(2):\n    it = iter(state.batches())\n    next(it)", False),
+        ("it = iter(state.batches())\nfor _ in state.steps(2):\n    for _ in range(2): next(it)", False),
+        (
+            "for _ in state.epochs(2):\n    for batch in state.batches():\n        for _ in range(2): pass",
+            False,
+        ),
+    ],
+)
+def test_a_for_loop_that_counts_the_batches_itself_is_told(
+    loop: str, is_told: bool, tmp_path: Path, forks: Forks
+) -> None:
+    (tmp_path / "train.py").write_text(BY_HAND + loop)
+
+    life = forks.run(["train.py"], tmp_path).checked()
+
+    assert ("next() asks for the batches in a for loop" in life.err) == is_told

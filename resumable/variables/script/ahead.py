@@ -62,8 +62,7 @@ def _steps(
 
 def may_leave(code: CodeType, offset: int, heads: frozenset[int]) -> bool:
     """Whether the loop around an instruction may be left behind it, and may come to its head as well."""
-    around = max((one for one in _asking(code, heads) if one[0] <= offset <= one[1]), default=(-1, -1))
-    begin, end = around
+    begin, end = max(_asking(code, heads).intersection(_around(code, offset)), default=(-1, -1))
     if begin not in heads:
         # A `while` reads its condition again.
         return False
@@ -74,15 +73,25 @@ def may_leave(code: CodeType, offset: int, heads: frozenset[int]) -> bool:
 
 def is_in_inner_loop(code: CodeType, offset: int, heads: frozenset[int]) -> bool:
     """Whether an instruction is in a loop that asks for nothing, in the body of one that does."""
-    asking = _asking(code, heads)
-    around = sorted(one for one in bytecode.loops(code) if one[0] <= offset <= one[1])
+    asking, around = _asking(code, heads), _around(code, offset)
     return bool(around) and around[-1] not in asking and not asking.isdisjoint(around)
+
+
+def is_counted(code: CodeType, offset: int, heads: frozenset[int]) -> bool:
+    """Whether the inner loop around an instruction is a `for` loop that is not ours."""
+    around = _around(code, offset)
+    begins = {one.offset for one in bytecode.steps_of(code) if one.opname == "FOR_ITER"}
+    return bool(around) and around[-1][0] in begins - heads
+
+
+def _around(code: CodeType, offset: int) -> list[tuple[int, int]]:
+    """Return where the loops around an instruction begin and end, the innermost last."""
+    return sorted(one for one in bytecode.loops(code) if one[0] <= offset <= one[1])
 
 
 def _asking(code: CodeType, heads: frozenset[int]) -> set[tuple[int, int]]:
     """Return where the inner loop around each head begins and ends."""
-    around = ([one for one in bytecode.loops(code) if one[0] <= head <= one[1]] for head in heads)
-    return {max(some) for some in around if some}
+    return {around[-1] for head in heads if (around := _around(code, head))}
 
 
 def runs_behind(frame: FrameType, heads: frozenset[int] = frozenset()) -> bool:
