@@ -21,7 +21,7 @@ from .part import NAMERS, Part, Trees
 from .parts import Parts
 
 _NONE: Mapping[str, Any] = MappingProxyType({})
-_FLEETING = frozenset({"gradients", "used", "left_out", "syncs", "zeroed"})
+_FLEETING = frozenset({"gradients", "used", "left_out", "syncs", "zeroed", "present"})
 
 
 def collect(parts: Parts) -> tuple[Trees, dict[str, Json]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -42,8 +42,11 @@ class Gradients:
         """The used gradients that `pending` returned last, which the script may zero."""
         self.has_left_out = False
         """Whether `pending`, when it was called last, lacked used gradients that the script may keep."""
-        self._restored: list[tuple[Tensor, Tensor]] = []
-        """The parameters whose gradients were restored in mid-window, with these gradients."""
+        self._restored: list[tuple[Tensor, Tensor, int | None]] = []
+        """The parameters whose gradients were restored, with these gradients and their versions.
+
+        None is the version of zeros.
+        """
         self._watch: tuple[Tensor, Any] | None = None
 
     def note_captured(self) -> None:
@@ -78,16 +81,27 @@ class Gradients:
                 parameter.grad.copy_(gradient)
             else:
                 parameter.grad = gradient
-        self._restored = [(p, p.grad) for p in gradients if p.grad is not None]
+        self._restored = [(p, p.grad, p.grad._version) for p in gradients if p.grad is not None]
+
+    def put_in_zeros(self, parameters: Iterable[Tensor]) -> None:
+        """Give parameters a gradient of zeros: with one a step moves them, even if no backward pass does."""
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+            self._restored.append((parameter, parameter.grad, None))
+
+    def present(self, parameters: Mapping[str, Tensor]) -> str:
+        """Return which parameters have a gradient, as a 1 or a 0 for each; nothing if none has."""
+        # That of a graph is in its memory, and several processes sum theirs.
+        found = "".join("01"[not self.is_captured and _is_plain(p.grad)] for p in parameters.values())
+        return found if "1" in found else ""
 
     def hold(self) -> Callable[[], None]:
         """Return a function that restores these gradients: many scripts zero them before the loop."""
-        held = [(parameter, gradient, gradient._version) for parameter, gradient in self._restored]
-        self._restored = []
+        held, self._restored = self._restored, []
 
         def put_back() -> None:
             for parameter, gradient, version in held:
-                if gradient._version != version:
+                if version is not None and gradient._version != version:
                     warn(
                         "zero_grad(set_to_none=False) before the loop has zeroed the gradients of a window "
                         "that the resume continues, so its step will differ. Call it before RunState.load, "
@@ -188,6 +202,12 @@ class Gradients:
             self._is_without = False
             self._times_zeroed = min(self._times_zeroed + 1, _ENOUGH)
             self._are_kept = False if self._times_zeroed >= _ENOUGH else None
+
+
+def _is_plain(gradient: Tensor | None) -> bool:
+    return (
+        gradient is not None and gradient.layout == torch.strided and not sharded_tensor.is_sharded(gradient)
+    )
 
 
 def _may_be_nonzero(gradient: Tensor) -> bool:

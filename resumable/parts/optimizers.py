@@ -153,6 +153,7 @@ class OptimizerPart(Part):
                 "used": [name for name in self.gradients.used if name in gradients],
                 "left_out": self.gradients.has_left_out,
                 "zeroed": self.gradients.collect(),
+                "present": self.gradients.present(parameters) if self.rank is None else "",
             },
         }
 
@@ -269,6 +270,10 @@ class OptimizerPart(Part):
         gradients = {} if "gradients" in unfit else self._saved_gradients(saved, tree)
         found = {parameters[n]: _grad_in(gradients[n]) for n in gradients.keys() & parameters.keys() - unfit}
         self.gradients.put_in({parameter: one.to(parameter.device) for parameter, one in found.items()})
+        present = zip(parameters.items(), tree.get("present", ""), strict=False)
+        self.gradients.put_in_zeros(
+            p for (name, p), is_there in present if is_there == "1" and p.grad is None
+        )
 
     def _placer(self, on_host: list[str], parameters: Mapping[str, Tensor]) -> Place:
         def place(path: Path, device: str) -> torch.device:

@@ -20,7 +20,6 @@ from ..errors import (
     ResumableError,
     StateMismatch,
     UsageError,
-    did_you_mean,
 )
 from ..files import disk
 from ..files.strict_json import Json
@@ -142,20 +141,9 @@ class Resuming:
     def _refuse_unknown_variables(self, plan: Plan) -> None:
         """Raise UsageError for an override that names no variable which the checkpoint has."""
         look = plan.reading.trees["rank"].json.get(variables.PART)
-        if look is None or self._script is None:
-            return
-        for pattern in choice.wins(look, plan.code_wins.get(variables.PART, ())):
+        if look is not None and self._script is not None:
             known = {f"script.{re.split(r'[.[]', row.root)[0]}" for row in variables.rows(look)}
-            if known and not self._left_out(look, pattern):
-                raise UsageError(
-                    f"override={pattern!r} names no saved variable.{did_you_mean(pattern, known)}",
-                    fix=f"the checkpoint has: {', '.join(sorted(known))}.",
-                )
-
-    def _left_out(self, look: Json, pattern: str) -> bool:
-        """Whether the checkpoint has something that a pattern leaves to the script."""
-        without = self._script.choice.without if self._script else choice.ALL.without
-        return without(look, [pattern]) != without(look, ())
+            self._script.choice.refuse_unknown(look, plan.code_wins.get(variables.PART, ()), known)
 
     def _allowed_before(self, allow: Sequence[str]) -> list[str]:
         """Return the patterns that named something at an earlier start; all, if that cannot be known."""
@@ -306,7 +294,7 @@ class Resuming:
         file = getattr(sys.modules.get("__main__"), "__file__", None)
         script = "the notebook" if is_notebook() else os.path.basename(file or "the script")
         wins = choice.wins(look, fit.plan.code_wins[variables.PART])
-        left = [one for one in wins if self._left_out(look, one)]
+        left = [one for one in wins if self._script.choice.leaves(look, one)]
         own = f"; the script's own: {', '.join(one.partition('.')[2] or '*' for one in left)}" if left else ""
         return variables.told(self._script.choice.without(look, wins), script) + own
 

@@ -195,8 +195,8 @@ def _is_name(one: Any) -> bool:
     return type(one) is str and one.isidentifier() and not (one.startswith("__") and one.endswith("__"))
 
 
-def _of(*types: type) -> Callable[[_Check, Any, list[int]], None]:
-    return lambda check, one, inside: _need(type(one) in types, f"a {type(one).__name__}")
+def _if(is_right: Callable[[Any], bool]) -> Callable[[_Check, Any, list[int]], None]:
+    return lambda check, one, inside: _need(is_right(one), f"a {type(one).__name__}")
 
 
 def _table(check: _Check, stored: Any, inside: list[int]) -> None:
@@ -226,31 +226,11 @@ def _view(check: _Check, stored: Any, inside: list[int]) -> None:
     _need(isinstance(stored, list) and len(stored) == 4 and type(stored[0]) is str, "a view")
     _need(all(isinstance(one, list) for one in stored[1:3]) and len(stored[1]) == len(stored[2]), "a view")
     numbers = [*stored[1], *stored[2], stored[3]]
-    _need(all(type(one) is int and one >= 0 for one in numbers), "a view")
+    _need(all(map(_is_size, numbers)), "a view")
 
 
-def _size(check: _Check, stored: Any, inside: list[int]) -> None:
-    _need(stored is None or (type(stored) is int and stored >= 0), "a length")
-
-
-def _typecode(check: _Check, stored: Any, inside: list[int]) -> None:
-    _need(stored is None or (type(stored) is str and stored in [*array.typecodes]), "a typecode")
-
-
-def _shape(check: _Check, stored: Any, inside: list[int]) -> None:
-    _need(isinstance(stored, list) and all(type(one) is int and one >= 0 for one in stored), "a shape")
-
-
-def _count(check: _Check, stored: Any, inside: list[int]) -> None:
-    _need(_is_pair(stored) and all(type(one) in (int, float) for one in stored), "a count")
-
-
-def _array(check: _Check, stored: Any, inside: list[int]) -> None:
-    _need(isinstance(stored, np.ndarray) and not stored.dtype.hasobject, "an array")
-
-
-def _tensor(check: _Check, stored: Any, inside: list[int]) -> None:
-    _need(isinstance(stored, torch.Tensor), "a tensor")
+def _is_size(one: Any) -> bool:
+    return type(one) is int and one >= 0
 
 
 def _nothing(check: _Check, stored: Any, inside: list[int]) -> None:
@@ -284,32 +264,32 @@ _KINDS = {
 """What an entry of each kind has, or instead of it; it may lack what a ? is behind."""
 _KEYS: dict[str, Callable[[_Check, Any, list[int]], None]] = {
     "items": _Check._values,
-    "maxlen": _size,
+    "maxlen": _if(lambda one: one is None or _is_size(one)),
     "columns": _table,
     "pools": _pools,
     "of": _Check._value,
     "set": _Check._names,
     "dict set": _Check._pairs,
-    "is_all": _of(bool),
-    "gone": lambda check, one, inside: _need(type(one) is list and all(map(_is_name, one)), "names"),
+    "is_all": _if(lambda one: type(one) is bool),
+    "gone": _if(lambda one: type(one) is list and all(map(_is_name, one))),
     "dict gone": _Check._values,
     "order": _Check._values,
     "factory": lambda check, one, inside: None if type(one) is str else check._value(one, inside),
-    "bytes": _of(bytes),
-    "typecode": _typecode,
-    "array": _array,
-    "shape": _shape,
-    "tensor": _tensor,
-    "requires_grad": _of(bool),
-    "is_parameter": _of(bool),
+    "bytes": _if(lambda one: type(one) is bytes),
+    "typecode": _if(lambda one: one is None or (type(one) is str and one in [*array.typecodes])),
+    "array": _if(lambda one: isinstance(one, np.ndarray) and not one.dtype.hasobject),
+    "shape": _if(lambda one: isinstance(one, list) and all(map(_is_size, one))),
+    "tensor": _if(lambda one: isinstance(one, torch.Tensor)),
+    "requires_grad": _if(lambda one: type(one) is bool),
+    "is_parameter": _if(lambda one: type(one) is bool),
     "view": _view,
     "state": _nothing,
-    "count": _count,
-    "member": _of(str),
+    "count": _if(lambda one: _is_pair(one) and {int, float}.issuperset(map(type, one))),
+    "member": _if(lambda one: type(one) is str),
     "inherited": _inherited,
     "steps": _Check._steps,
     "self": _Check._value,
-    "name": lambda check, one, inside: _need(_is_name(one), "a method"),
+    "name": _if(_is_name),
     "data": _Check._names,
     "of_itself": _nothing,
 }

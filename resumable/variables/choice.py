@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
+from ..errors import UsageError, did_you_mean
 from ..objects import walks
 from ..objects.kinds import Step
 from .looks import Namespace
@@ -40,6 +41,21 @@ class Choice(NamedTuple):
             hole = {"hole": "variables= leaves it out"}
             look = _without(look, lambda at: not self._has(*at[0]), lambda _: hole)
         return look
+
+    def leaves(self, look: Mapping[str, Any], pattern: str) -> bool:
+        """Whether a stored look has something that a pattern of `override=` leaves to the script."""
+        return self.without(look, [pattern]) != self.without(look, ())
+
+    def refuse_unknown(
+        self, look: Mapping[str, Any], override: Collection[str], known: Collection[str]
+    ) -> None:
+        """Raise UsageError for a pattern that names none of the known variables of a stored look."""
+        for pattern in wins(look, override) if known else ():
+            if not self.leaves(look, pattern):
+                raise UsageError(
+                    f"override={pattern!r} names no saved variable.{did_you_mean(pattern, known)}",
+                    fix=f"the checkpoint has: {', '.join(sorted(known))}.",
+                )
 
     def _has(self, key: str, name: str) -> bool:
         """Whether a variable comes back: as the last pattern says that matches, or it is behind a loader."""

@@ -232,7 +232,9 @@ class Putting:
             return live
         if live is _NOTHING:
             # Before it is filled: what is in it may lead to it again.
-            live = _MAKERS.get(entry["kind"], _none)(self, entry)
+            if (make := _MAKERS.get(entry["kind"])) is None:
+                raise Hole(f"a {entry['kind']} is never made")
+            live = make(self, entry)
             if kinds.kind_of(live) != entry["kind"]:
                 raise Hole(f"a {entry['kind']} that is a {type(live).__name__}")
             # A tuple may have been made as what is in it was filled.
@@ -281,10 +283,6 @@ def _view(base: Any, shape: Sequence[int], stride: Sequence[int], offset: int) -
     return found
 
 
-def _none(put: Putting, entry: Entry) -> Any:
-    raise Hole(f"a {entry['kind']} is never made")
-
-
 def path_of(entry: Entry) -> list[Step]:
     """Return the path of an object that was there when the loop began."""
     return [Step(*one) for one in entry["at"]]
@@ -313,14 +311,6 @@ def _dict(put: Putting, entry: Entry) -> Any:
     return _DICTS[entry["class"]]()
 
 
-def _set(put: Putting, entry: Entry) -> Any:
-    return frozenset(signs.hashed(put.values(entry["items"]))) if ":frozenset" in entry["class"] else set()
-
-
-def _buffer(put: Putting, entry: Entry) -> Any:
-    return array.array(entry["typecode"]) if entry["typecode"] else bytearray()
-
-
 def _array(put: Putting, entry: Entry) -> Any:
     if "shape" in entry:
         return np.empty(entry["shape"], object)
@@ -343,10 +333,6 @@ def _generator(put: Putting, entry: Entry) -> Any:
     if (make := makers.get(entry["class"])) is not None:
         return make()
     return filling.numpy_generator(entry["state"])
-
-
-def _count(put: Putting, entry: Entry) -> Any:
-    return itertools.count(*entry["count"])
 
 
 def _enum(put: Putting, entry: Entry) -> Any:
@@ -382,12 +368,14 @@ _MAKERS: dict[str, Callable[[Putting, Entry], Any]] = {
     "list": _list,
     "tuple": _tuple,
     "dict": _dict,
-    "set": _set,
-    "buffer": _buffer,
+    "set": lambda put, entry: (
+        frozenset(signs.hashed(put.values(entry["items"]))) if ":frozenset" in entry["class"] else set()
+    ),
+    "buffer": lambda put, entry: array.array(entry["typecode"]) if entry["typecode"] else bytearray(),
     "array": _array,
     "tensor": _tensor,
     "generator": _generator,
-    "count": _count,
+    "count": lambda put, entry: itertools.count(*entry["count"]),
     "enum": _enum,
     "object": _new_object,
     "partial": _partial,

@@ -56,14 +56,6 @@ def _dict(look: Look, value: Any, before: Content | None, where: str) -> Entry:
     return entry
 
 
-def _set(look: Look, value: Any, before: Content | None, where: str) -> Entry:
-    return {"items": look.items(signs.hashed(kinds.items_of(value)), where)}
-
-
-def _buffer(look: Look, value: Any, before: Content | None, where: str) -> Entry:
-    return {"bytes": bytes(value), "typecode": getattr(value, "typecode", None)}
-
-
 def _array(look: Look, value: Any, before: Content | None, where: str) -> Entry:
     if type(value) is not np.ndarray:
         raise Hole(f"a {type(value).__name__}")
@@ -91,19 +83,11 @@ def _tensor(look: Look, value: Any, before: Content | None, where: str) -> Entry
     }
 
 
-def _generator(look: Look, value: Any, before: Content | None, where: str) -> Entry:
-    return {"state": contents.state_of(value)}
-
-
 def _count(look: Look, value: Any, before: Content | None, where: str) -> Entry:
     start, _, step = repr(value)[6:-1].partition(", ")
     return {
         "count": [float(one) if not one.lstrip("-").isdigit() else int(one) for one in (start, step or "1")]
     }
-
-
-def _enum(look: Look, value: Any, before: Content | None, where: str) -> Entry:
-    return {"member": (slots.dictionary(value) or {})["_name_"]} | class_of(look, value, where)
 
 
 def _object(look: Look, value: Any, before: Content | None, where: str) -> Entry:
@@ -140,10 +124,6 @@ def _attributes(look: Look, value: Any, before: Content | None, where: str) -> E
     return {"steps": steps}
 
 
-def _partial(look: Look, value: Any, before: Content | None, where: str) -> Entry:
-    return {"items": [look.value(one, where) for one in (value.func, value.args, value.keywords)]}
-
-
 def _method(look: Look, value: Any, before: Content | None, where: str) -> Entry:
     if not signs.is_own(value.__func__):
         raise Hole(f"{value!r}, which the script has imported")
@@ -164,18 +144,28 @@ WRITERS: dict[str, Callable[[Look, Any, Content | None, str], Entry]] = {
     "list": _list,
     "tuple": _tuple,
     "dict": _dict,
-    "set": _set,
-    "buffer": _buffer,
+    "set": lambda look, value, before, where: {
+        "items": look.items(signs.hashed(kinds.items_of(value)), where)
+    },
+    "buffer": lambda look, value, before, where: {
+        "bytes": bytes(value),
+        "typecode": getattr(value, "typecode", None),
+    },
     "array": _array,
     "tensor": _tensor,
-    "generator": _generator,
+    "generator": lambda look, value, before, where: {"state": contents.state_of(value)},
     "count": _count,
-    "enum": _enum,
+    "enum": lambda look, value, before, where: {
+        "member": (slots.dictionary(value) or {})["_name_"],
+        **class_of(look, value, where),
+    },
     "object": _object,
     "class": _attributes,
     "function": _attributes,
     "network": _attributes,
-    "partial": _partial,
+    "partial": lambda look, value, before, where: {
+        "items": [look.value(one, where) for one in (value.func, value.args, value.keywords)]
+    },
     "method": _method,
     "library": _state,
 }

@@ -6,12 +6,15 @@ import ctypes
 import inspect
 import sys
 from collections.abc import Iterator, Mapping
-from types import CodeType, FrameType, FunctionType, ModuleType
+from itertools import islice
+from types import CodeType, FrameType, ModuleType
 from typing import Any
 
-from ...objects import kinds, own, slots
+from ...objects import own, walks
+from ...objects.kinds import Step
 
-_STEPS, _MOST = 4, 1000
+_CODE = {"class", "function"}
+_MOST = 10_000
 
 
 def own_frames(frame: FrameType | None) -> list[FrameType]:
@@ -57,23 +60,13 @@ def variables(frame: FrameType) -> dict[str, Any]:
 
 
 def instances(*of: type) -> list[Any]:
-    """Return the objects of some classes that variables of the script lead to in a few steps."""
+    """Return the objects of some classes that variables of the script lead to, the nearest first."""
     modules = [one for one in [*sys.modules.values()] if type(one) is ModuleType and own.is_own_module(one)]
-    level: list[Any] = [*map(vars, modules), *map(variables, own_frames(inspect.currentframe()))]
-    found, wanted = dict[int, Any](), {*map(id, of)}
-    for _ in range(_STEPS):
-        level = [inner for one in level for inner in _inside(one)]
-        found |= {id(one): one for one in level if id(type(one)) in wanted}
-    return [*found.values()]
-
-
-def _inside(value: Any) -> list[Any]:
-    if type(value) in (list, tuple):
-        return kinds.items_of(value)[:_MOST]
-    if type(value) is dict:
-        return [one for _, one in kinds.items_of(value)[:_MOST]]
-    is_code = issubclass(type(value), (ModuleType, FunctionType, type))
-    return [] if is_code else [*slots.attributes(value).values()]
+    held = [*map(vars, modules), *map(variables, own_frames(inspect.currentframe()))]
+    roots = [(Step("", name), one) for some in held for name, one in some.items()]
+    nodes = islice(walks.walk(roots, lambda node: node.kind in _CODE), _MOST)
+    wanted = {*map(id, of)}
+    return [node.value for node in nodes if id(type(node.value)) in wanted]
 
 
 def bind(frame: FrameType, values: Mapping[str, Any]) -> None:
