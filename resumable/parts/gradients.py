@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import warn
-from ..files import sharded_tensor
+from ..files import fingerprint, sharded_tensor
 
 _ENOUGH = 3
 """After this many zeroed gradients, the script is assumed to zero them always."""
@@ -42,11 +42,8 @@ class Gradients:
         """The used gradients that `pending` returned last, which the script may zero."""
         self.has_left_out = False
         """Whether `pending`, when it was called last, lacked used gradients that the script may keep."""
-        self._restored: list[tuple[Tensor, Tensor, int | None]] = []
-        """The parameters whose gradients were restored, with these gradients and their versions.
-
-        None is the version of zeros.
-        """
+        self._restored: list[tuple[Tensor, Tensor]] = []
+        """The parameters whose gradients were restored, with these gradients."""
         self._watch: tuple[Tensor, Any] | None = None
 
     def note_captured(self) -> None:
@@ -81,13 +78,13 @@ class Gradients:
                 parameter.grad.copy_(gradient)
             else:
                 parameter.grad = gradient
-        self._restored = [(p, p.grad, p.grad._version) for p in gradients if p.grad is not None]
+        self._restored = [(p, p.grad) for p in gradients if p.grad is not None]
 
     def put_in_zeros(self, parameters: Iterable[Tensor]) -> None:
         """Give parameters a gradient of zeros: with one a step moves them, even if no backward pass does."""
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)
-            self._restored.append((parameter, parameter.grad, None))
+            self._restored.append((parameter, parameter.grad))
 
     def present(self, parameters: Mapping[str, Tensor]) -> str:
         """Return which parameters have a gradient, as a 1 or a 0 for each; nothing if none has."""
@@ -97,11 +94,14 @@ class Gradients:
 
     def hold(self) -> Callable[[], None]:
         """Return a function that restores these gradients: many scripts zero them before the loop."""
-        held, self._restored = self._restored, []
+        held = [
+            (parameter, gradient, fingerprint.of_tensor(gradient)) for parameter, gradient in self._restored
+        ]
+        self._restored = []
 
         def put_back() -> None:
-            for parameter, gradient, version in held:
-                if version is not None and gradient._version != version:
+            for parameter, gradient, then in held:
+                if fingerprint.of_tensor(gradient) != then:
                     warn(
                         "zero_grad(set_to_none=False) before the loop has zeroed the gradients of a window "
                         "that the resume continues, so its step will differ. Call it before RunState.load, "

@@ -161,6 +161,9 @@ def _attributes(put: Putting, live: Any, entry: Entry) -> None:
     if "set" in entry and entry["kind"] == "network":
         making.fill(put, live, entry)
         return
+    if put.is_ours and (of := put.value(entry.get("of"))) not in (None, type(live)):
+        # A checkpoint does not say of which class an object is that is there.
+        object.__setattr__(live, "__class__", of)
     rows = entry.get("set") or entry.get("data", ())
     steps, there = [], kinds.look_into(live).groups
     for how, name, stored in entry.get("steps") or [("attribute", *row) for row in rows]:
@@ -183,7 +186,10 @@ def _attributes(put: Putting, live: Any, entry: Entry) -> None:
 def _check(live: Any, step: Step, value: Any, there: Mapping[str, Mapping[Any, Any]]) -> None:
     """Raise Hole if an object that is there may not get a value at a step."""
     of, (how, name) = type(live), step
-    is_own = own.is_own_code(live.__code__) if of is FunctionType else own.is_own_class(_class_of(live))
+    if of is FunctionType:
+        is_own = own.is_own_code(live.__code__)
+    else:
+        is_own = kinds.kind_of(live) == "object" or own.is_own_class(_class_of(live))
     before = there.get(how, {}).get(name)
     if how == "attribute" and not making.is_free(live, name):
         raise Hole(f"{name} of a {of.__name__} is PyTorch's")

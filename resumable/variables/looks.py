@@ -22,6 +22,8 @@ from .writing import WRITERS, Entry, class_name, class_of
 
 _IMMUTABLE = {"tuple", "count", "enum", "method", "partial"}
 """Kinds that cannot be filled in place."""
+_NEVER_CHANGED = _IMMUTABLE - {"count"}
+"""Kinds whose objects hold the same as long as they are there; few of them have weak references."""
 _WITH_STATE = {"object", "library", "network", "list"}
 """Kinds of which not all counts that is in them."""
 _MANY = 64
@@ -99,7 +101,8 @@ class Look:
             nodes.append(node)
             if (met := self._known(id(node.value))) is None:
                 continue
-            if not met.is_of(node.value):
+            is_another = node.kind in _NEVER_CHANGED and met.content not in (None, self.content(node))
+            if is_another or not met.is_of(node.value):
                 gone.add(id(node.value))
             elif node.kind not in _IMMUTABLE and self._owned.name(node.value) is None:
                 self._same[id(node.value)] = self._is_as_met(met, node)
