@@ -18,6 +18,8 @@ import numpy as np
 import torch
 import xxhash
 
+from . import own
+
 ATOMS = frozenset(
     {type(None), bool, int, float, complex, str, bytes, range, slice, type(...), type(NotImplemented)}
     | {torch.dtype, torch.device, torch.layout, torch.memory_format}
@@ -86,7 +88,10 @@ def mark(value: Any) -> Mark:
     if of is itertools.count:
         # It cannot be filled in place: what holds it gets another.
         return of, id(value), repr(value)
-    return (of, value.dtype.str, value.tobytes()) if issubclass(of, np.generic) else (of, id(value))
+    if issubclass(of, np.generic):
+        return of, value.dtype.str, value.tobytes()
+    # The class of an object of the script may become another one.
+    return object if own.is_own_class(of) else of, id(value)
 
 
 def types_of(items: Collection[Any]) -> set[type]:

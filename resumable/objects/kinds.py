@@ -38,7 +38,7 @@ class Step(NamedTuple):
 
 
 _TEXTS = {
-    **dict.fromkeys(("attribute", "_parameters", "_buffers", "_modules", "method"), ".{}"),
+    **dict.fromkeys(("attribute", "_parameters", "_buffers", "_modules", "method", "function"), ".{}"),
     **{
         "": "{}",
         "__class__": ".{}",
@@ -50,6 +50,8 @@ _TEXTS = {
 }
 _PYTHONS = "__", "_abc_"
 """What names in a class begin with that are not the script's."""
+_NOT_ENTERED = "function"
+"""How a path goes on to functions of a class that no walk enters."""
 _TOLD_BY_WHOLE = {"item", "__class__"}
 KEYS = frozenset({bool, int, float, str, bytes, type(None)})
 """The types of keys that a path can have."""
@@ -79,7 +81,7 @@ class Inside(NamedTuple):
         """Yield the objects that are in it, each behind the step that leads there; none that is an atom."""
         for how, held in self.groups.items():
             # Millions of numbers are no steps: their types are found in one call.
-            if held and not ATOMS.issuperset(map(type, held.values())):
+            if held and how != _NOT_ENTERED and not ATOMS.issuperset(map(type, held.values())):
                 for name, one in held.items():
                     if type(one) not in ATOMS and not is_atom(one):
                         yield how, name, one
@@ -228,21 +230,26 @@ def _class(value: Any) -> Inside:
     if not own.is_own_class(value):
         return Inside({})
     bases = enumerate(type.__dict__["__bases__"].__get__(value))
-    held = {name: own.unwrapped(one) for name, one in own.namespace(value).items()}
-    functions = {name: one for name, one in held.items() if type(one) is types.FunctionType}
-    # Most methods keep nothing from call to call.
-    kept = {
+    held = own.namespace(value)
+    functions = {
         name: one
-        for name, one in functions.items()
-        if one.__defaults__ or one.__closure__ or one.__kwdefaults__ or vars(one)
+        for name, wrapped in held.items()
+        if type(one := own.unwrapped(wrapped)) is types.FunctionType and type(wrapped) is not types.MethodType
     }
+    kept = {name: one for name, one in functions.items() if _keeps_something(one)}
     rest = {
         name: one
         for name, one in held.items()
         if not name.startswith(_PYTHONS) and not issubclass(type(one), _METHODS)
     }
     own_bases = {at: one for at, one in bases if own.is_own_class(one)}
-    return Inside({"__bases__": own_bases, "method": kept, **_named(rest)})
+    others = {name: one for name, one in functions.items() if name not in kept}
+    return Inside({"__bases__": own_bases, "method": kept, _NOT_ENTERED: others, **_named(rest)})
+
+
+def _keeps_something(function: Any) -> bool:
+    """Whether a function keeps anything from call to call: most methods do not."""
+    return bool(function.__defaults__ or function.__closure__ or function.__kwdefaults__ or vars(function))
 
 
 def _network(value: Any) -> Inside:

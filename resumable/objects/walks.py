@@ -125,7 +125,8 @@ class Met(NamedTuple):
 
     def is_of(self, value: Any) -> bool:
         """Whether it is this object, and not another at the address of one that is gone."""
-        return type(value) is self.of and (self.reference is None or self.reference() is value)
+        # The class of an object may be another one now.
+        return type(value) is self.of if self.reference is None else self.reference() is value
 
 
 def met(

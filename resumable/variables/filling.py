@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from .putting import Putting
 
 
+_FUNCTIONS = ("method", "function")
+"""How a path goes on to the functions of a class."""
+
+
 def nothing(put: Putting, live: Any, entry: Entry) -> None:
     """Fill nothing: what cannot be changed was made with its content."""
 
@@ -161,16 +165,17 @@ def _attributes(put: Putting, live: Any, entry: Entry) -> None:
     if "set" in entry and entry["kind"] == "network":
         making.fill(put, live, entry)
         return
-    if put.is_ours and (of := put.value(entry.get("of"))) not in (None, type(live)):
-        # A checkpoint does not say of which class an object is that is there.
+    if put.value(entry.get("of")) not in (None, type(live)):
+        of = put.own_class(entry)
+        put.check_place(".__class__", of, entry)
         object.__setattr__(live, "__class__", of)
     rows = entry.get("set") or entry.get("data", ())
     steps, there = [], kinds.look_into(live).groups
     for how, name, stored in entry.get("steps") or [("attribute", *row) for row in rows]:
         step, value = Step(how, name), put.value(stored)
         is_there = mark(value) == mark(there.get(how, {}).get(name, entry))
-        # What is in a method or a base is filled; they are never others.
-        if not is_there and (how not in ("method", "__bases__") or type(stored) is not dict):
+        # What is in a base is filled; it is never another.
+        if not is_there and (how != "__bases__" or type(stored) is not dict):
             put.check_place(str(step), value, entry)
             _check(live, step, value, there)
             steps.append((step, value))
@@ -199,6 +204,8 @@ def _check(live: Any, step: Step, value: Any, there: Mapping[str, Mapping[Any, A
         method = own.unwrapped(method) if isinstance(live, type) else method
         if how == "attribute" and type(method) is FunctionType and libraries.is_data(value):
             raise Hole(f"{name} is a method")
+        if how in _FUNCTIONS and not signs.is_own(value):
+            raise Hole(f"{name} is a method, and no {type(value).__name__}")
     elif kinds.kind_of(live) not in ("library", "network"):
         raise Hole("it is not the script's own")
     elif not libraries.takes(of, step, type(before) if name in there.get(how, ()) else None, value):
@@ -218,8 +225,9 @@ def _assign(live: Any, how: str, name: Any, value: Any) -> None:
         live.__defaults__ = tuple(given)
     elif how == "__kwdefaults__" and name in (live.__kwdefaults__ or ()):
         live.__kwdefaults__[name] = value
-    elif how == "attribute" and isinstance(live, type):
-        type.__setattr__(live, name, value)
+    elif how in ("attribute", *_FUNCTIONS) and isinstance(live, type):
+        wrapper = type(own.namespace(live).get(name)) if how in _FUNCTIONS else None
+        type.__setattr__(live, name, wrapper(value) if wrapper in (staticmethod, classmethod) else value)
     elif how == "attribute":
         slots.write(live, name, value)
     else:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from ..objects import kinds
-from . import signs
+from . import making, signs
 from .looks import Namespace
 from .owned import Owned
 from .passes import Moment
@@ -39,4 +39,7 @@ class Hold:
 
 
 def _may_go(value: Any) -> bool:
-    return kinds.kind_of(value) != "library" and signs.live(value) is None and signs.inside(value) is None
+    kind = kinds.kind_of(value)
+    if kind == "library":
+        return making.can_be_made(value, kind)
+    return signs.live(value) is None and signs.inside(value) is None

@@ -240,7 +240,8 @@ class Look:
                 found.append([name, self.value(one, name)])
             except Hole as hole:
                 self.lost.append((name, str(hole)))
-            if name in remade and len(self.lost) > lost:
+            # A network depends on what was trained.
+            if name in remade and len(self.lost) > lost and kinds.kind_of(one) != "network":
                 del self.lost[lost:]
                 self.entries[self._numbers[id(one)]] = {"hole": ""}
         return found
@@ -273,7 +274,7 @@ class Look:
         if libraries.is_imported(value):
             raise Hole(f"{value!r}, which the script has imported")
         if met is not None and (kind not in _IMMUTABLE or self._is_as_before(value, met)):
-            entry["at"] = out_of(met.path)
+            entry |= {"class": class_name(met.of), "at": out_of(met.path)}
             if kind in _IMMUTABLE or self.is_unchanged(value):
                 return entry
         elif held := signs.live(value) or signs.inside(value):

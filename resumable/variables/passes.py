@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -99,6 +100,7 @@ def _place(entry: Entry) -> Entry:
 
 def _copied(entry: Entry) -> Entry:
     """Return an entry whose tensors the training does not change any more."""
+    entry = {**entry, "of_itself": copy.deepcopy(entry["of_itself"])} if "of_itself" in entry else entry
     return {**entry, "tensor": entry["tensor"].clone()} if "tensor" in entry else entry
 
 

@@ -35,8 +35,8 @@ class Putting:
 
     def __init__(self, tree: Mapping[str, Any], there: Mapping[int, Any] | None = None) -> None:
         """`there`: the objects of the entries, if this process has stored them."""
-        self.is_ours = there is not None
-        if not self.is_ours:
+        self._is_ours = there is not None
+        if not self._is_ours:
             checking.check(tree)
         self._entries: Sequence[Entry] = tree["entries"]
         self._namespaces: Sequence[Any] = tree["namespaces"]
@@ -201,7 +201,7 @@ class Putting:
 
     def check_place(self, place: str, value: Any, entry: Entry) -> None:
         """Raise Hole if an object that was there before may not get a value at a place."""
-        if self.is_ours or "at" not in entry:
+        if self._is_ours or "at" not in entry:
             return
         if not libraries.may_be_at(place, value, self._places):
             raise Hole(f"{place}: {libraries.no_place(value)}")

@@ -95,7 +95,8 @@ def _object(look: Look, value: Any, before: Content | None, where: str) -> Entry
     if issubclass(type(value), (dict, list, set, collections.deque)):
         base = _dict if issubclass(type(value), dict) else _list
         entry["inherited"] = base(look, value, None, where)
-    return entry | (class_of(look, value, where) if before is None else {})
+    is_as_before = before is not None and before.whole[0] == id(type(value))
+    return entry if is_as_before else entry | class_of(look, value, where)
 
 
 def _attributes(look: Look, value: Any, before: Content | None, where: str) -> Entry:
