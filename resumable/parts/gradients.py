@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import warn
-from ..files import fingerprint, sharded_tensor
+from ..files import sharded_tensor
 
 _ENOUGH = 3
 """After this many zeroed gradients, the script is assumed to zero them always."""
@@ -32,6 +32,8 @@ class Gradients:
         """Whether the script keeps used gradients for the next step; None: not known yet."""
         self._times_zeroed = 0
         self._is_first = False
+        self._are_removed = False
+        """Whether the script removes used gradients, instead of zeroing them in place."""
         self._has_left_out = False
         """Whether a checkpoint lacks used gradients although it was not known whether they are kept."""
         self._is_without = False
@@ -44,6 +46,8 @@ class Gradients:
         """Whether `pending`, when it was called last, lacked used gradients that the script may keep."""
         self._restored: list[tuple[Tensor, Tensor]] = []
         """The parameters whose gradients were restored, with these gradients."""
+        self._zeros: list[tuple[Tensor, Tensor]] = []
+        """The same of gradients that were zero."""
         self._watch: tuple[Tensor, Any] | None = None
 
     def note_captured(self) -> None:
@@ -66,7 +70,7 @@ class Gradients:
         """Restore what `collect` returned, and know what the checkpoint lacks; all else starts fresh."""
         if self._watch is not None:
             self._watch[1].remove()
-        self._watch, self._is_first, self._restored = None, False, []
+        self._watch, self._is_first, self._restored, self._zeros = None, False, [], []
         self._is_without, self._times_zeroed = has_left_out, times_zeroed or 0
         self._are_kept = True if times_zeroed is None else False if times_zeroed >= _ENOUGH else None
 
@@ -84,30 +88,33 @@ class Gradients:
         """Give parameters a gradient of zeros: with one a step moves them, even if no backward pass does."""
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)
-            self._restored.append((parameter, parameter.grad))
+            self._zeros.append((parameter, parameter.grad))
 
     def present(self, parameters: Mapping[str, Tensor]) -> str:
         """Return which parameters have a gradient, as a 1 or a 0 for each; nothing if none has."""
-        # That of a graph is in its memory, and several processes sum theirs.
-        found = "".join("01"[not self.is_captured and _is_plain(p.grad)] for p in parameters.values())
+        # That of a captured graph is in its memory.
+        is_known = self.is_captured or self._are_removed
+        found = "".join("01"[not is_known and _is_plain(p.grad)] for p in parameters.values())
         return found if "1" in found else ""
 
     def hold(self) -> Callable[[], None]:
         """Return a function that restores these gradients: many scripts zero them before the loop."""
-        held = [
-            (parameter, gradient, fingerprint.of_tensor(gradient)) for parameter, gradient in self._restored
-        ]
-        self._restored = []
+        held = [(parameter, gradient, gradient._version) for parameter, gradient in self._restored]
+        zeros, self._restored, self._zeros = self._zeros, [], []
 
         def put_back() -> None:
-            for parameter, gradient, then in held:
-                if fingerprint.of_tensor(gradient) != then:
+            for parameter, gradient, version in held:
+                # To read them from the file again writes to them, too.
+                if gradient._version != version and not sharded_tensor.local(gradient).any():
                     warn(
                         "zero_grad(set_to_none=False) before the loop has zeroed the gradients of a window "
                         "that the resume continues, so its step will differ. Call it before RunState.load, "
                         "or with set_to_none=True. [R14]"
                     )
                     return
+                if parameter.grad is None:
+                    parameter.grad = gradient
+            for parameter, gradient in zeros:
                 if parameter.grad is None:
                     parameter.grad = gradient
 
@@ -120,7 +127,7 @@ class Gradients:
             for p in group["params"]:
                 if (g := p.grad) is not None and not g.is_inference():
                     used[id(p)] = weakref.ref(g), g._version
-        self._is_first, self._restored = True, []
+        self._is_first, self._restored, self._zeros = True, [], []
         if self._watch is None and not self._are_kept:
             self._begin_to_watch()
 
@@ -186,6 +193,7 @@ class Gradients:
         parameter, hook = self._watch
         gradient = parameter.grad
         is_there = gradient is not None and self._is_used(parameter, gradient)
+        self._are_removed = gradient is None
         if gradient is not None and not is_there:
             if not gradient.is_cpu and (self._are_kept is False or _is_capturing(gradient)):
                 # Only its values show whether it was zeroed in place. Reading them would synchronize with

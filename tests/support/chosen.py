@@ -26,6 +26,11 @@ def of_today() -> int:
     return int(datetime.now(timezone.utc).strftime("%Y%m%d"))
 
 
+def of_run() -> int:
+    """Return the seed that this run was begun with."""
+    return int(os.environ[_SEED])
+
+
 def begin(config: pytest.Config) -> None:
     """Fix the seed for this process and all that it starts."""
     config.option.seed = config.option.seed or of_today()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import carriers
+import chosen
 import programs
 import pytest
 from counted import Tally
@@ -57,13 +58,14 @@ def rate():
 """
 
 
-def groups(scripts: int, nightly: int) -> list[Any]:
-    """Return the seeds of scripts in groups: the first for the sample, the others for the night."""
+def groups(scripts: int, nightly: int, nights: int = 1) -> list[Any]:
+    """Return the seeds of scripts in groups: the first for the sample, the others for the nights in turn."""
     heavy = (range(first, first + EACH) for first in range(0, scripts, EACH))
-    others = (range(first, first + EACH_NIGHTLY) for first in range(scripts, nightly, EACH_NIGHTLY))
+    others = [range(first, first + EACH_NIGHTLY) for first in range(scripts, nightly, EACH_NIGHTLY)]
+    tonight = others[chosen.of_run() % nights :: nights]
     return [
         *(pytest.param(one, marks=pytest.mark.heavy) for one in heavy),
-        *(pytest.param(one, marks=pytest.mark.nightly) for one in others),
+        *(pytest.param(one, marks=pytest.mark.nightly) for one in tonight),
     ]
 
 
@@ -97,7 +99,7 @@ def test_no_random_script_trains_something_else_without_a_warning(
 @pytest.mark.timeout(1200)
 @pytest.mark.sampled(15)
 @pytest.mark.parametrize(
-    "seeds", groups(CARRYING, CARRYING_NIGHTLY), ids=lambda seeds: f"{seeds.start}-{seeds.stop - 1}"
+    "seeds", groups(CARRYING, CARRYING_NIGHTLY, nights=6), ids=lambda seeds: f"{seeds.start}-{seeds.stop - 1}"
 )
 def test_nor_one_that_carries_state_in_its_variables(
     seeds: range, tally: Tally, forks: Forks, tmp_path: Path
