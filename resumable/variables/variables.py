@@ -58,9 +58,13 @@ class _Base(NamedTuple):
     is_late: bool
     """Whether there were other namespaces as the loops began, and this one was not."""
 
-    def is_of(self, running: Running, *, is_innermost: bool) -> bool:
-        """Whether it is of this frame: one that is at the same head again, and not in a loop, is another."""
-        if self.frame != running.identity:
+    def is_of(self, running: Running, marks: Mapping[str, Any], *, is_innermost: bool) -> bool:
+        """Whether it is of this frame: one that is at the same head again, and not in a loop, is another.
+
+        So is one in which a variable is not the same that no line of the function assigns.
+        """
+        fixed = bytecode.never_assigned(running.code) if running.code else ()
+        if self.frame != running.identity or any(marks.get(one) != self.marks.get(one) for one in fixed):
             return False
         if running.code is None or not is_innermost or running.head not in self.heads:
             return True
@@ -141,16 +145,17 @@ class Variables:
         for key, one in [*self._bases.items()]:
             if key not in here and one.code is not None and not frames.is_generator(one.code):
                 del self._bases[key]
-        for it in found:
-            # Those around it are where they were when they called it.
-            base = self._bases.get(it.namespace.key)
-            if base is not None and not base.is_of(it, is_innermost=it.number == len(stack) - 1):
-                del self._bases[it.namespace.key]
-        known = self._known()
         marks = {
             one.namespace.key: {name: mark(value) for name, value in one.namespace.variables.items()}
             for one in found
         }
+        for it in found:
+            # Those around it are where they were when they called it.
+            key, is_innermost = it.namespace.key, it.number == len(stack) - 1
+            base = self._bases.get(key)
+            if base is not None and not base.is_of(it, marks[key], is_innermost=is_innermost):
+                del self._bases[key]
+        known = self._known()
         self._heads = self._heads[1], _Head(marks, _insides(one.namespace for one in found))
         for it in found:
             key, heads = it.namespace.key, frozenset(() if it.head is None else (it.head,))

@@ -161,6 +161,12 @@ def assigned(code: CodeType) -> frozenset[str]:
 
 
 @by_code
+def never_assigned(code: CodeType) -> frozenset[str]:
+    """Return the variables of a function that it is called with, and that nothing assigns."""
+    return frozenset(code.co_varnames) - assigned(code) - {*code.co_cellvars}
+
+
+@by_code
 def assigned_in_loops(code: CodeType) -> frozenset[str]:
     """Return the variables that code assigns in a loop, or that functions inside of it assign."""
     return assigned_inside(code).union(*(accesses(one)[1] for one in _in_loops(code)))
