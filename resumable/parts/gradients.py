@@ -32,8 +32,8 @@ class Gradients:
         """Whether the script keeps used gradients for the next step; None: not known yet."""
         self._times_zeroed = 0
         self._is_first = False
-        self._are_removed = False
-        """Whether the script removes used gradients, instead of zeroing them in place."""
+        self._times_removed = 0
+        """How often the script has removed used gradients, and not zeroed them in place."""
         self._has_left_out = False
         """Whether a checkpoint lacks used gradients although it was not known whether they are kept."""
         self._is_without = False
@@ -92,9 +92,9 @@ class Gradients:
 
     def present(self, parameters: Mapping[str, Tensor]) -> str:
         """Return which parameters have a gradient, as a 1 or a 0 for each; nothing if none has."""
-        # That of a captured graph is in its memory.
-        is_known = self.is_captured or self._are_removed
-        found = "".join("01"[not is_known and _is_plain(p.grad)] for p in parameters.values())
+        if self.is_captured or self._times_removed:
+            return ""
+        found = "".join("01"[_is_plain(p.grad)] for p in parameters.values())
         return found if "1" in found else ""
 
     def hold(self) -> Callable[[], None]:
@@ -115,8 +115,7 @@ class Gradients:
                 if parameter.grad is None:
                     parameter.grad = gradient
             for parameter, gradient in zeros:
-                if parameter.grad is None:
-                    parameter.grad = gradient
+                parameter.grad = gradient if parameter.grad is None else parameter.grad
 
         return put_back
 
@@ -193,7 +192,7 @@ class Gradients:
         parameter, hook = self._watch
         gradient = parameter.grad
         is_there = gradient is not None and self._is_used(parameter, gradient)
-        self._are_removed = gradient is None
+        self._times_removed += gradient is None
         if gradient is not None and not is_there:
             if not gradient.is_cpu and (self._are_kept is False or _is_capturing(gradient)):
                 # Only its values show whether it was zeroed in place. Reading them would synchronize with
