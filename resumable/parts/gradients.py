@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -30,10 +31,9 @@ class Gradients:
         self._used: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._are_kept: bool | None = None
         """Whether the script keeps used gradients for the next step; None: not known yet."""
-        self._times_zeroed = 0
+        self._times = Counter[str]()
+        """How often the script has "zeroed" used gradients, and how often it has "removed" them for that."""
         self._is_first = False
-        self._times_removed = 0
-        """How often the script has removed used gradients, and not zeroed them in place."""
         self._has_left_out = False
         """Whether a checkpoint lacks used gradients although it was not known whether they are kept."""
         self._is_without = False
@@ -44,10 +44,8 @@ class Gradients:
         """The used gradients that `pending` returned last, which the script may zero."""
         self.has_left_out = False
         """Whether `pending`, when it was called last, lacked used gradients that the script may keep."""
-        self._restored: list[tuple[Tensor, Tensor]] = []
-        """The parameters whose gradients were restored, with these gradients."""
-        self._zeros: list[tuple[Tensor, Tensor]] = []
-        """The same of gradients that were zero."""
+        self._restored: list[tuple[Tensor, Tensor, bool]] = []
+        """The parameters whose gradients were restored, with these gradients, and whether they are zeros."""
         self._watch: tuple[Tensor, Any] | None = None
 
     def note_captured(self) -> None:
@@ -64,14 +62,14 @@ class Gradients:
 
     def collect(self) -> int | None:
         """Return how often used gradients were zeroed; None if the script keeps them."""
-        return None if self._are_kept else self._times_zeroed
+        return None if self._are_kept else self._times["zeroed"]
 
     def restore(self, times_zeroed: int | None, *, has_left_out: bool) -> None:
         """Restore what `collect` returned, and know what the checkpoint lacks; all else starts fresh."""
         if self._watch is not None:
             self._watch[1].remove()
-        self._watch, self._is_first, self._restored, self._zeros = None, False, [], []
-        self._is_without, self._times_zeroed = has_left_out, times_zeroed or 0
+        self._watch, self._is_first, self._restored = None, False, []
+        self._is_without, self._times = has_left_out, Counter(zeroed=times_zeroed or 0)
         self._are_kept = True if times_zeroed is None else False if times_zeroed >= _ENOUGH else None
 
     def put_in(self, gradients: Mapping[Tensor, Tensor]) -> None:
@@ -82,30 +80,31 @@ class Gradients:
                 parameter.grad.copy_(gradient)
             else:
                 parameter.grad = gradient
-        self._restored = [(p, p.grad) for p in gradients if p.grad is not None]
+        self._restored = [(p, p.grad, False) for p in gradients if p.grad is not None]
 
     def put_in_zeros(self, parameters: Iterable[Tensor]) -> None:
         """Give parameters a gradient of zeros: with one a step moves them, even if no backward pass does."""
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)
-            self._zeros.append((parameter, parameter.grad))
+            self._restored.append((parameter, parameter.grad, True))
 
     def present(self, parameters: Mapping[str, Tensor]) -> str:
         """Return which parameters have a gradient, as a 1 or a 0 for each; nothing if none has."""
-        if self.is_captured or self._times_removed:
+        if self.is_captured or self._times["removed"]:
             return ""
         found = "".join("01"[_is_plain(p.grad)] for p in parameters.values())
         return found if "1" in found else ""
 
     def hold(self) -> Callable[[], None]:
         """Return a function that restores these gradients: many scripts zero them before the loop."""
-        held = [(parameter, gradient, gradient._version) for parameter, gradient in self._restored]
-        zeros, self._restored, self._zeros = self._zeros, [], []
+        held = [(*restored, restored[1]._version) for restored in self._restored]
+        self._restored = []
 
         def put_back() -> None:
-            for parameter, gradient, version in held:
+            for parameter, gradient, are_zeros, version in held:
                 # To read them from the file again writes to them, too.
-                if gradient._version != version and not sharded_tensor.local(gradient).any():
+                is_touched = gradient._version != version and not are_zeros
+                if is_touched and not sharded_tensor.local(gradient).any():
                     warn(
                         "zero_grad(set_to_none=False) before the loop has zeroed the gradients of a window "
                         "that the resume continues, so its step will differ. Call it before RunState.load, "
@@ -114,8 +113,6 @@ class Gradients:
                     return
                 if parameter.grad is None:
                     parameter.grad = gradient
-            for parameter, gradient in zeros:
-                parameter.grad = gradient if parameter.grad is None else parameter.grad
 
         return put_back
 
@@ -126,7 +123,7 @@ class Gradients:
             for p in group["params"]:
                 if (g := p.grad) is not None and not g.is_inference():
                     used[id(p)] = weakref.ref(g), g._version
-        self._is_first, self._restored, self._zeros = True, [], []
+        self._is_first, self._restored = True, []
         if self._watch is None and not self._are_kept:
             self._begin_to_watch()
 
@@ -192,7 +189,7 @@ class Gradients:
         parameter, hook = self._watch
         gradient = parameter.grad
         is_there = gradient is not None and self._is_used(parameter, gradient)
-        self._times_removed += gradient is None
+        self._times["removed"] += gradient is None
         if gradient is not None and not is_there:
             if not gradient.is_cpu and (self._are_kept is False or _is_capturing(gradient)):
                 # Only its values show whether it was zeroed in place. Reading them would synchronize with
@@ -207,8 +204,8 @@ class Gradients:
             hook.remove()
         else:
             self._is_without = False
-            self._times_zeroed = min(self._times_zeroed + 1, _ENOUGH)
-            self._are_kept = False if self._times_zeroed >= _ENOUGH else None
+            self._times["zeroed"] = min(self._times["zeroed"] + 1, _ENOUGH)
+            self._are_kept = False if self._times["zeroed"] >= _ENOUGH else None
 
 
 def _is_plain(gradient: Tensor | None) -> bool:
