@@ -31,7 +31,7 @@ class Habits:
         self.is_asked_by_hand = False
         """Whether the script calls next() itself instead of looping with for."""
         self.asked_at: tuple[CodeType, int] | None = None
-        """The place in the script that asked for the first batch."""
+        """The place in the script that asked for the first batch; None if it did so by next()."""
         self._is_looked_at = self._is_left_after_save = self._has_ended_untrained = False
 
     def resumed(self, *, is_asked_by_hand: bool) -> None:
@@ -45,15 +45,15 @@ class Habits:
     def asked(self, asked_by: FrameType, *, is_direct: bool) -> None:
         """Note where the first batch is asked for; `is_direct`: not by a prefetcher of `through=`."""
         self.is_asked_by_hand = is_direct and asking.is_call(asked_by)
-        self.asked_at = asked_by.f_code, asked_by.f_lasti
+        # A generator that hands batches on is asked by another frame.
+        while asked_by.f_code.co_flags & inspect.CO_GENERATOR and asked_by.f_back:
+            asked_by = asked_by.f_back
+        self.asked_at = None if asking.is_call(asked_by) else (asked_by.f_code, asked_by.f_lasti)
 
     def is_inside(self, outer: Habits) -> bool:
         """Whether the loop over the batches runs in the body of another: nobody asks it by next()."""
         # zip() asks for all of them at one place.
-        if self.is_asked_by_hand or self.asked_at == outer.asked_at or not (self.asked_at and outer.asked_at):
-            return False
-        (code, _), (outer_code, _) = self.asked_at, outer.asked_at
-        return code is outer_code or not code.co_flags & inspect.CO_GENERATOR
+        return bool(self.asked_at and outer.asked_at) and self.asked_at != outer.asked_at
 
     def left_after_save(self) -> None:
         """Note that the loop was left in the body that had called `save()`."""
