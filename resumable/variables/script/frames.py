@@ -6,15 +6,13 @@ import ctypes
 import inspect
 import sys
 from collections.abc import Iterator, Mapping
-from itertools import islice
 from types import CodeType, FrameType, ModuleType
 from typing import Any
 
 from ...objects import own, walks
 from ...objects.kinds import Step
 
-_CODE = {"class", "function"}
-_MOST = 10_000
+_STEPS, _MOST = 4, 1000
 
 
 def own_frames(frame: FrameType | None) -> list[FrameType]:
@@ -60,13 +58,17 @@ def variables(frame: FrameType) -> dict[str, Any]:
 
 
 def instances(*of: type) -> list[Any]:
-    """Return the objects of some classes that variables of the script lead to, the nearest first."""
+    """Return the objects of some classes that variables of the script lead to in a few steps."""
     modules = [one for one in [*sys.modules.values()] if type(one) is ModuleType and own.is_own_module(one)]
     held = [*map(vars, modules), *map(variables, own_frames(inspect.currentframe()))]
     roots = [(Step("", name), one) for some in held for name, one in some.items()]
-    nodes = islice(walks.walk(roots, lambda node: node.kind in _CODE), _MOST)
     wanted = {*map(id, of)}
-    return [node.value for node in nodes if id(type(node.value)) in wanted]
+    return [node.value for node in walks.walk(roots, _is_far) if id(type(node.value)) in wanted]
+
+
+def _is_far(node: walks.Node) -> bool:
+    is_long = type(node.value) in (list, tuple, dict) and len(node.value) > _MOST
+    return is_long or node.kind in ("class", "function") or len(node.path) > _STEPS
 
 
 def bind(frame: FrameType, values: Mapping[str, Any]) -> None:
