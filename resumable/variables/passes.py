@@ -32,8 +32,8 @@ class Moment(NamedTuple):
 
     entries: Sequence[Entry]
     """All of it, as a look has it."""
-    then: Sequence[tuple[Any, Content]] = ()
-    """By entry: the object, and its content."""
+    then: Sequence[tuple[Any, Content | None]] = ()
+    """By entry: the object, and its content; None if something else restores it."""
     putting: Putting | None = None
 
     @classmethod
@@ -49,7 +49,8 @@ class Moment(NamedTuple):
             known = {at: one._replace(content=None) for at, one in known.items()}
         look = Look(owned, known.get)
         look.changes(roots)
-        then = [(one, look.content(Node(one))) for one in look.objects]
+        both = zip(look.objects, look.entries, strict=True)
+        then = [(one, None if "owned" in entry else look.content(Node(one))) for one, entry in both]
         return cls([*map(_copied, look.entries)], then)
 
     @classmethod
@@ -69,7 +70,8 @@ class Moment(NamedTuple):
         ]
 
     def _same(self, look: Look) -> set[int]:
-        return {number for number, (one, then) in enumerate(self.then) if look.content(Node(one)) == then}
+        contents = [then is None or look.content(Node(one)) == then for one, then in self.then]
+        return {number for number, is_same in enumerate(contents) if is_same}
 
     def find(self, namespaces: Iterable[Namespace], owned: Owned) -> None:
         """Find the objects of a checkpoint, before others take their places."""
@@ -95,7 +97,7 @@ def _if_large(node: Node, look: Look) -> Content | None:
 
 
 def _place(entry: Entry) -> Entry:
-    return {name: one for name, one in entry.items() if name in ("kind", "class", "at")}
+    return {name: one for name, one in entry.items() if name in ("kind", "class", "at", "owned")}
 
 
 def _copied(entry: Entry) -> Entry:
