@@ -61,12 +61,14 @@ def test_a_step_right_after_a_save_is_not_in_it(run_dir: Path) -> None:
     model = nn.Linear(*LARGE, bias=False)
     nn.init.zeros_(model.weight).grad = torch.ones(LARGE[::-1])
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    with RunState.load(run_dir, model=model, optimizer=optimizer, every=None) as state:
-        optimizer.step()
-        state.save()
-        optimizer.step()
-        state.restore(1, only="model")
-        assert (model.weight == -1).all()
+    with RunState.load(run_dir, model=model, optimizer=optimizer, every=None, keep=None) as state:
+        for _ in range(4):
+            optimizer.step()
+            state.save()
+            optimizer.step()
+        for number in range(1, 5):
+            state.restore(number, only="model")
+            assert (model.weight == 1 - 2 * number).all()
 
 
 def test_a_step_without_an_update_is_no_change_after_its_save(run_dir: Path) -> None:
