@@ -17,7 +17,7 @@ from pathlib import Path
 from .table import aligned
 
 _KEPT: Mapping[str, tuple[str, str]] = {
-    "a small script": ("best, history = 9.0, []", "history.append(loss.item())"),
+    "two variables": ("best, history = 9.0, []", "history.append(loss.item())"),
     "1,000 variables": (
         "globals().update({f'number_{n}': n for n in range(500)} | {f'list_{n}': [n] for n in range(500)})",
         "number_1 += 1",
