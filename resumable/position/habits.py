@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Mapping
 from itertools import cycle, islice
 from types import CodeType, FrameType
@@ -10,7 +9,7 @@ from typing import Any
 
 from ..errors import warn
 from ..loaders.generators import rng
-from ..variables.script import asking
+from ..variables.script import asking, frames
 
 _CUT = (
     "cut by {}(), which counts from 0 again after a resume in mid-epoch: that epoch gets more batches. Leave "
@@ -30,8 +29,8 @@ class Habits:
     def __init__(self) -> None:
         self.is_asked_by_hand = False
         """Whether the script calls next() itself instead of looping with for."""
-        self.asked_at: tuple[CodeType, int] | None = None
-        """The place in the script that asked for the first batch; None if it did so by next()."""
+        self._places: list[tuple[CodeType, int, bool]] = []
+        """Where the first batch was asked for, and whether by next(); before it, where that generator was."""
         self._is_looked_at = self._is_left_after_save = self._has_ended_untrained = False
 
     def resumed(self, *, is_asked_by_hand: bool) -> None:
@@ -45,15 +44,20 @@ class Habits:
     def asked(self, asked_by: FrameType, *, is_direct: bool) -> None:
         """Note where the first batch is asked for; `is_direct`: not by a prefetcher of `through=`."""
         self.is_asked_by_hand = is_direct and asking.is_call(asked_by)
-        # A generator that hands batches on is asked by another frame.
-        while asked_by.f_code.co_flags & inspect.CO_GENERATOR and asked_by.f_back:
-            asked_by = asked_by.f_back
-        self.asked_at = None if asking.is_call(asked_by) else (asked_by.f_code, asked_by.f_lasti)
+        frame: FrameType | None = asked_by
+        self._places = []
+        while frame is not None and all(frames.is_generator(code) for code, *_ in self._places):
+            self._places.insert(0, (frame.f_code, frame.f_lasti, is_direct and asking.is_call(frame)))
+            frame = frame.f_back
 
     def is_inside(self, outer: Habits) -> bool:
         """Whether the loop over the batches runs in the body of another: nobody asks it by next()."""
-        # zip() asks for all of them at one place.
-        return bool(self.asked_at and outer.asked_at) and self.asked_at != outer.asked_at
+        for place, other in zip(self._places, outer._places, strict=False):
+            # Where both are asked at one place, by zip() say, the generators in between tell.
+            if place != other:
+                code, _, is_call = place
+                return not is_call and (code is other[0] or not frames.is_generator(code))
+        return False
 
     def left_after_save(self) -> None:
         """Note that the loop was left in the body that had called `save()`."""
@@ -107,7 +111,7 @@ def warn_of_generator(asked_by: FrameType) -> None:
     """Warn of a generator that has asked for two batches before anything was trained on the first."""
     code, module = asked_by.f_code, str(asked_by.f_globals.get("__name__"))
     is_harmless = module.partition(".")[0] in ("tqdm", "rich") or code.co_name == "<genexpr>"
-    if code.co_flags & inspect.CO_GENERATOR and not is_harmless:
+    if frames.is_generator(code) and not is_harmless:
         warn(
             f"{code.co_name}() has asked for two batches, and nothing was trained on the first. If it looks "
             "one batch ahead, a resume leaves a batch out: hand it to "

@@ -91,7 +91,8 @@ class Heads:
         """Let what numbers the batches of a loader go on; False if nobody looks at it."""
         if (script := self._script()) is not None:
             self._tell(script.variables.renumber(name, loop, asked_by))
-            if self._training.position.is_in_epochs():
+            # In a body of `steps()` no batch ends it.
+            if self._training.position.is_in_epochs() and self._training.position.is_in_batches():
                 self._training.once.warn_of(script.variables.asked(asked_by))
         return script is not None
 

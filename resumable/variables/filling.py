@@ -165,10 +165,10 @@ def _attributes(put: Putting, live: Any, entry: Entry) -> None:
     if "set" in entry and entry["kind"] == "network":
         making.fill(put, live, entry)
         return
-    if put.value(entry.get("of")) not in (None, type(live)):
-        of = put.own_class(entry)
+    is_of_another = put.value(entry.get("of")) not in (None, type(live))
+    of = put.own_class(entry) if is_of_another else type(live)
+    if is_of_another:
         put.check_place(".__class__", of, entry)
-        object.__setattr__(live, "__class__", of)
     rows = entry.get("set") or entry.get("data", ())
     steps, there = [], kinds.look_into(live).groups
     for how, name, stored in entry.get("steps") or [("attribute", *row) for row in rows]:
@@ -179,6 +179,8 @@ def _attributes(put: Putting, live: Any, entry: Entry) -> None:
             put.check_place(str(step), value, entry)
             _check(live, step, value, there)
             steps.append((step, value))
+    if is_of_another:
+        object.__setattr__(live, "__class__", of)
     if "inherited" in entry:
         inherited = {**{name: entry[name] for name in ("at", "of") if name in entry}, **entry["inherited"]}
         (_dict if isinstance(live, dict) else _list)(put, live, inherited)

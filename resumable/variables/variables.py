@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from ..files.threads import no_garbage_collection
 from ..objects import kinds, walks
-from ..objects.contents import Content, mark
+from ..objects.contents import ATOMS, Content, mark
 from ..objects.walks import Met
 from . import running, signs, starts
 from .choice import ALL, Choice
@@ -61,10 +61,13 @@ class _Base(NamedTuple):
     def is_of(self, running: Running, marks: Mapping[str, Any], *, is_innermost: bool) -> bool:
         """Whether it is of this frame: one that is at the same head again, and not in a loop, is another.
 
-        So is one in which a variable is not the same that no line of the function assigns.
+        So is one in which a plain value is another that no line of the function assigns.
         """
         fixed = bytecode.never_assigned(running.code) if running.code else ()
-        if self.frame != running.identity or any(marks.get(one) != self.marks.get(one) for one in fixed):
+        plain = (one for one in fixed if self.marks.get(one, (None,))[0] in ATOMS)
+        if self.frame != running.identity or any(
+            marks.get(one, self.marks[one]) != self.marks[one] for one in plain
+        ):
             return False
         if running.code is None or not is_innermost or running.head not in self.heads:
             return True

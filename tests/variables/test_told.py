@@ -269,6 +269,11 @@ state = RunState.load('exp', loader=DataLoader(range(6)), every=None)
             "for _ in state.epochs(2):\n    for batch in state.batches():\n        for _ in range(2): pass",
             False,
         ),
+        (
+            "for n in 1, 2:\n  for _ in state.epochs(n):\n    it = iter(state.batches())\n"
+            "    for _ in state.steps(3 * n):\n      for _ in range(2): next(it)",
+            False,
+        ),
     ],
 )
 def test_a_for_loop_that_counts_the_batches_itself_is_told(
@@ -279,3 +284,39 @@ def test_a_for_loop_that_counts_the_batches_itself_is_told(
     life = forks.run(["train.py"], tmp_path).checked()
 
     assert ("next() asks for the batches in a for loop" in life.err) == is_told
+
+
+NESTED = """
+from torch.utils.data import DataLoader
+from resumable import RunState
+state = RunState.load('exp', loader={'a': DataLoader(range(3)), 'b': DataLoader(range(3))}, every=None)
+def handed(batches):
+    for batch in batches:
+        yield batch
+def nested(hand):
+    for x in hand(state.batches('a')):
+        for y in hand(state.batches('b')) if x == 0 else ():
+            state.save()
+            yield x, y
+for epoch in state.epochs(1):
+    LOOP
+"""
+
+
+@pytest.mark.parametrize(
+    ("loop", "is_told"),
+    [
+        ("for x in nested(handed): pass", True),
+        ("for x in nested(iter): pass", True),
+        ("for x in zip(handed(state.batches('a')), handed(state.batches('b'))): state.save()", False),
+        ("b = handed(state.batches('b'))\n    for x in state.batches('a'): next(b, 0); state.save()", False),
+    ],
+)
+def test_a_save_in_an_inner_loop_over_batches_is_told_whoever_hands_them_on(
+    loop: str, is_told: bool, tmp_path: Path, forks: Forks
+) -> None:
+    (tmp_path / "train.py").write_text(NESTED.replace("LOOP", loop))
+
+    life = forks.run(["train.py"], tmp_path).checked()
+
+    assert ("in a loop inside of the body" in life.err) == is_told
