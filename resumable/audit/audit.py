@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import tempfile
 from collections.abc import Callable, Sequence
@@ -14,7 +13,6 @@ from ..errors import UsageError
 from ..trace.trace_file import At
 from . import causes, diagnosis, losses, naming, trials
 from .diagnosis import Finding, Lost
-from .interpreters import Interpreters
 from .trials import Attempt, Start, Trial, Trials
 
 
@@ -64,14 +62,14 @@ def audit(
     steps: int = 20,
     at: Sequence[int] = (),
     deterministic: bool = False,
-    start: Start | None = None,
+    start: Start = trials.start,
     told: Callable[[str], None] = lambda _: None,
 ) -> Verdict:
     """Run a training command up to `steps` boundaries, with and without stops, and compare the runs.
 
     `at` are the boundaries to stop at, counted from 1; by default one in mid-epoch, the last batch of an
     epoch, and an epoch's end. `deterministic` turns on deterministic operations wherever torch has them.
-    `start` is what starts the command: by default forks of interpreters that have imported torch.
+    `start` is what starts the command.
     """
     if any(not 0 < number < steps for number in at):
         raise UsageError(
@@ -79,19 +77,8 @@ def audit(
             fix="stop at one from 1 to the last but one, or go further with --steps.",
         )
     verdict = Verdict(command)
-    with (
-        tempfile.TemporaryDirectory(prefix="resumable-audit-") as folder,
-        contextlib.closing(Interpreters(command, Path(folder), told)) as forks,
-    ):
-        made = Trials(
-            command,
-            Path(folder),
-            steps,
-            start=start or forks,
-            told=told,
-            deterministic=deterministic,
-            start_apart=start or trials.start,
-        )
+    with tempfile.TemporaryDirectory(prefix="resumable-audit-") as folder:
+        made = Trials(command, Path(folder), steps, start=start, told=told, deterministic=deterministic)
         try:
             _examine(made, verdict, at)
         finally:
@@ -153,7 +140,6 @@ def _of_chance(made: Trials, straight: Trial, found: Finding) -> Finding | None:
     """Return why the script is not repeatable, if the first runs were equal only by chance."""
     if found.kind != diagnosis.NUMBERS:
         return None
-    made.start_apart()
     for _ in range(_MORE):
         if unlike := diagnosis.first_unlike(straight, made.straight("once more")):
             return causes.why(made, straight, unlike)

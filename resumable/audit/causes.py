@@ -87,7 +87,6 @@ _RARE = _Cause(
 
 def why(made: Trials, straight: Trial, unlike: Unlike) -> Finding:
     """Return in what a script is not repeatable, and why."""
-    made.start_apart()
     spread = _spread(made)
     tries = _Tries(made, spread)
     found = [] if spread.is_rare else tries.that_help([*_likely_first(straight, unlike)])

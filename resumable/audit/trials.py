@@ -102,20 +102,14 @@ class Trials:
         start: Start,
         told: Callable[[str], None],
         deterministic: bool,
-        start_apart: Start | None = None,
     ) -> None:
         self._command = command
         self._folder = folder
         self._steps = steps
         self._start = start
-        self._start_apart = start_apart or start
         self._told = told
         self._deterministic = deterministic
         self.made: list[Trial] = []
-
-    def start_apart(self) -> None:
-        """Start processes that share nothing from now on, so that chance decides in each by itself."""
-        self._start = self._start_apart
 
     def straight(
         self,
@@ -301,16 +295,15 @@ def _end(child: subprocess.Popen[bytes], plan: str | None) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
         if plan:
-            kill_all_with(plan)
+            _kill_all_with(plan)
         child.wait()
 
 
-def kill_all_with(*plans: str) -> None:
+def _kill_all_with(plan: str) -> None:
     """Kill the processes that follow a plan: torchrun's are in other groups. Only Linux lists them."""
     for path in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
-            begun_with = path.read_bytes()
-            if any(os.fsencode(plan) in begun_with for plan in plans):
+            if os.fsencode(plan) in path.read_bytes():
                 os.kill(int(path.parent.name), signal.SIGKILL)
 
 
