@@ -35,34 +35,58 @@ _FEW = 16
 _EQUAL = {bool, int, str, bytes, type(None), type(...)}
 _PLAIN = {*_EQUAL, float}
 """Their texts differ if they do."""
-_MOST_BITS = 4000
-"""Of an integer that is written in decimals."""
 _ROWS = {int: "q", float: "d"}
 
 Mark = tuple[Any, ...]
+
+
+class Held:
+    """What an object holds by name: equal only for the same, bit for bit, in this process."""
+
+    __slots__ = ("_known", "_names", "_values")
+
+    def __init__(self, held: Mapping[Any, Any]) -> None:
+        values = self._values = tuple(held.values())
+        self._names = tuple(held)
+        # Atoms are kept, so that no others get their identities.
+        if ATOMS.issuperset(map(type, values)):
+            self._known: tuple[Any, ...] = tuple(map(id, values))
+        else:
+            self._values = tuple(one if type(one) in ATOMS else mark(one) for one in values)
+            self._known = tuple(id(one) if type(one) in ATOMS else one for one in self._values)
+
+    def marks(self) -> dict[Any, Mark]:
+        """Return the marks of what it holds."""
+        pairs = zip(self._names, self._values, strict=True)
+        return {name: mark(one) if type(one) in ATOMS else one for name, one in pairs}
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Held):
+            return NotImplemented
+        if self._names == other._names and self._known == other._known:
+            return True
+        return self.marks() == other.marks()
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 class Content(NamedTuple):
     """What of an object counts: equal only for the same, bit for bit, in this process."""
 
     whole: tuple[Hashable, ...]
-    items: Mapping[str, Mapping[Any, Mark]] = {}
-    """Marks, by how a path goes on to them, and by their names; without what only the digest has."""
-
-    def without(self, names: Collection[str]) -> Content:
-        """Return the content of an object but for some of its attributes."""
-        held = self.items.get("attribute", {}).items()
-        return self._replace(
-            items={**self.items, "attribute": {name: one for name, one in held if name not in names}}
-        )
+    held: Mapping[str, Held] = {}
+    """By how a path goes on to it; without what only the digest has."""
+    gone: Collection[int] = ()
+    """The identities of objects that it does not count."""
 
     def but(self, identities: Collection[int]) -> Content:
         """Return a content that differs from any, and lacks the objects of these identities."""
-        held = self.items.items()
-        return Content(
-            (Content,),
-            {how: {at: one for at, one in some.items() if one[1] not in identities} for how, some in held},
-        )
+        return Content((Content,), self.held, identities)
+
+    def marks(self, how: str) -> dict[Any, Mark]:
+        """Return the marks of what a path goes on to in one way, by name."""
+        found = self.held[how].marks() if how in self.held else {}
+        return {at: one for at, one in found.items() if one[1] not in self.gone} if self.gone else found
 
 
 def is_atom(value: Any) -> bool:
@@ -77,8 +101,7 @@ def mark(value: Any) -> Mark:
     """Return a stand-in for a value: an atom itself, to the bit, or the identity of an object."""
     of = type(value)
     if of in _EQUAL:
-        # Python writes no decimals of a large one.
-        return of, hex(value) if of is int and value.bit_length() > _MOST_BITS else value
+        return of, value
     if of is float and value and value == value:
         return of, value
     if of in ATOMS:
@@ -96,7 +119,9 @@ def mark(value: Any) -> Mark:
 
 def types_of(items: Collection[Any]) -> set[type]:
     """Return the types of values; those of millions of one type are counted faster than collected."""
-    of = type(next(iter(items), None))
+    if len(items) <= _FEW:
+        return {*map(type, items)}
+    of = type(next(iter(items)))
     return {of} if countOf(map(type, items), of) == len(items) else {*map(type, items)}
 
 
@@ -110,11 +135,14 @@ def digest(items: Collection[Any], types: Collection[type] = ()) -> bytes:
     types = types or types_of(items)
     # An integer may be too long for a row, or even for decimals; another thread may change a list.
     with contextlib.suppress(OverflowError, TypeError, ValueError, IndexError):
-        if len(types) == 1 and (code := _ROWS.get(next(iter(types)), "")):
+        of = next(iter(types), object)
+        if len(types) == 1 and own.is_own_class(of) and not issubclass(of, tuple):
+            items, of = [*map(id, items)], int
+        if len(types) == 1 and (code := _ROWS.get(of, "")):
             return xxhash.xxh3_128_digest(array.array(code, items)) + code.encode()
         if _PLAIN.issuperset(types):
             return _of_text([*items])
-    return _of_text([*map(mark, items)])
+    return _of_text([(int, hex(one)) if type(one) is int else mark(one) for one in items])
 
 
 def _of_text(items: list[Any]) -> bytes:

@@ -19,7 +19,7 @@ import xxhash
 
 from ..files import fingerprint
 from . import contents, own, slots
-from .contents import ATOMS, Content, Mark, is_atom, mark, row
+from .contents import ATOMS, Content, Held, is_atom, mark, row
 
 Kind = str
 """The first word of a row of the table."""
@@ -52,7 +52,6 @@ _PYTHONS = "__", "_abc_"
 """What names in a class begin with that are not the script's."""
 _NOT_ENTERED = "function"
 """How a path goes on to functions of a class that no walk enters."""
-_TOLD_BY_WHOLE = {"item", "__class__"}
 KEYS = frozenset({bool, int, float, str, bytes, type(None)})
 """The types of keys that a path can have."""
 _HOOKS = collections.OrderedDict
@@ -69,8 +68,8 @@ class Inside(NamedTuple):
     """What is in it by name, for each way in which a path goes on."""
     whole: Callable[[], Hashable] | None = None
     """Returns what counts beside the groups: it may take long."""
-    of: int = 0
-    """The identity of its class, where that may become another."""
+    of: type = object
+    """Its class, where that may become another."""
 
     def steps(self) -> Iterator[tuple[Step, Any]]:
         """Yield what is in it with the steps that lead there; the atoms of a list may be left out."""
@@ -88,16 +87,21 @@ class Inside(NamedTuple):
 
     def content(self) -> Content:
         """Return what of it counts: by name, where these are not too many."""
-        items: dict[str, dict[Any, Mark]] = {}
-        whole: tuple[Hashable, ...] = (self.of, self.whole and self.whole())
+        named: dict[str, Held] = {}
+        whole: tuple[Hashable, ...] = (id(self.of), self.whole and self.whole())
         for how, held in self.groups.items():
-            if how in _TOLD_BY_WHOLE:
+            if how == "item":
                 continue
             if len(held) > contents.MOST_ITEMS:
                 whole += row([*held]), row([*held.values()])
             else:
-                items[how] = {name: mark(one) for name, one in held.items()}
-        return Content(whole, items)
+                named[how] = Held(held)
+        return Content(whole, named)
+
+    def without(self, names: Collection[str]) -> Inside:
+        """Return it without some of its attributes."""
+        held = {name: one for name, one in self.groups["attribute"].items() if name not in names}
+        return self._replace(groups={**self.groups, "attribute": held})
 
 
 def kind_of(value: object) -> Kind:
@@ -152,15 +156,14 @@ def hooks_of(tensor: Any) -> dict[str, Any]:
     return {name: one for name, one in found.items() if one}
 
 
-def _named(held: Mapping[str, Any], of: type = object) -> dict[str, Mapping[Any, Any]]:
+def _named(held: Mapping[str, Any]) -> dict[str, Mapping[Any, Any]]:
     """Return attributes; hooks by their place: their keys number those that the process has registered."""
     found: dict[str, Mapping[Any, Any]] = {"attribute": held}
-    if hooks := [name for name, one in held.items() if type(one) is _HOOKS and name[-6:] == "_hooks"]:
+    if _HOOKS in map(type, held.values()):
+        hooks = [name for name, one in held.items() if type(one) is _HOOKS and name[-6:] == "_hooks"]
         for name in hooks:
             found[name] = dict(enumerate(one for _, one in items_of(held[name]) if not _is_torchs(one)))
         found["attribute"] = {name: one for name, one in held.items() if name not in hooks}
-    if own.is_own_class(of):
-        found["__class__"] = {"__class__": of}
     return found
 
 
@@ -168,7 +171,7 @@ def _is_torchs(hook: Any) -> bool:
     """Whether a hook is PyTorch's, or this package's, and none of the script: it is registered by itself."""
     function = own.unwrapped(hook)
     while type(function) is types.FunctionType and "__wrapped__" in vars(function):
-        function = vars(function)["__wrapped__"]
+        function = own.unwrapped(vars(function)["__wrapped__"])
     return type(function) is types.FunctionType and own.is_torchs_or_ours(function.__code__)
 
 
@@ -177,7 +180,7 @@ def _sequence(value: Any) -> Inside:
     kinds = contents.types_of(items)
     maxlen = value.maxlen if type(value) is collections.deque else None
     held = {} if ATOMS.issuperset(kinds) else dict(enumerate(items))
-    return Inside({"item": held}, lambda: (maxlen, row(items, kinds)), id(type(value)))
+    return Inside({"item": held}, lambda: (maxlen, row(items, kinds)), type(value))
 
 
 def _dict(value: Any) -> Inside:
@@ -196,7 +199,7 @@ def _dict(value: Any) -> Inside:
 def _array(value: Any) -> Inside:
     held = fingerprint.flat(value).tolist() if value.dtype.hasobject else ()
     return Inside(
-        {"item": dict(enumerate(held))}, lambda: (*fingerprint.of_array(value), row(held)), id(type(value))
+        {"item": dict(enumerate(held))}, lambda: (*fingerprint.of_array(value), row(held)), type(value)
     )
 
 
@@ -205,8 +208,7 @@ def _tensor(value: Any) -> Inside:
         with torch._C.DisableTorchFunctionSubclass():
             return value.requires_grad, *fingerprint.of_tensor(value)
 
-    of = type(value)
-    return Inside(_named({**slots.attributes(value), **hooks_of(value)}, of), whole, id(of))
+    return Inside(_named({**slots.attributes(value), **hooks_of(value)}), whole, type(value))
 
 
 def _function(value: Any) -> Inside:
@@ -256,23 +258,17 @@ def _network(value: Any) -> Inside:
     held = slots.attributes(value)
     kept = {name: one for name, one in held.items() if name not in _OF_NETWORKS or (one and "hooks" in name)}
     parts = {how: dict(held[how]) for how in _TENSORS}
-    return Inside({**_named(kept, type(value)), **parts}, of=id(type(value)))
+    return Inside({**_named(kept), **parts}, of=type(value))
 
 
 def _object(value: Any) -> Inside:
-    of = type(value)
-    groups = _named(slots.attributes(value), of)
-    if (look := _inherited(of)) is None:
-        return Inside(groups, of=id(of))
+    return Inside(_named(slots.attributes(value)), None, type(value))
+
+
+def _container(look: Callable[[Any], Inside], value: Any) -> Inside:
+    """Return what is in an object whose class is derived from a container's."""
     found = look(value)
-    return Inside({**groups, **found.groups}, found.whole, id(of))
-
-
-@own.by_class
-def _inherited(of: type) -> Callable[[Any], Inside] | None:
-    """Return how the container is looked into that a class is derived from."""
-    bases = ((dict, _dict), ((set, frozenset), _set), ((list, collections.deque), _sequence))
-    return next((look for base, look in bases if issubclass(of, base)), None)
+    return found._replace(groups={**_object(value).groups, **found.groups}, of=type(value))
 
 
 def _set(value: Any) -> Inside:
@@ -317,12 +313,16 @@ _DERIVED: tuple[tuple[Kind, tuple[type, ...], Callable[[Any], Inside]], ...] = (
     ("tuple", (tuple,), _sequence),
 )
 """The kinds of classes and of those derived from them."""
+_BASES = ((dict, _dict), ((set, frozenset), _set), ((list, collections.deque), _sequence))
 
 
 @own.by_class
-def row_of(of: type) -> tuple[Kind, Callable[[Any], Inside]]:
-    """Return the kind of a class, and how its objects are looked into."""
+def row_of(of: type) -> tuple[Kind, Callable[[Any], Inside], bool]:
+    """Return the kind of a class, how its objects are looked into, and whether the class is as well."""
     # By identity: a metaclass may have a hash of its own.
     rows = [(kind, look) for kind, some, look in _TABLE if any(one is of for one in some)]
     rows += [(kind, look) for kind, some, look in _DERIVED if issubclass(of, some)]
-    return rows[0] if rows else ("object" if own.is_own_class(of) else "library", _object)
+    bases = [functools.partial(_container, look) for base, look in _BASES if issubclass(of, base)]
+    is_own = own.is_own_class(of)
+    kind, look = [*rows, ("object" if is_own else "library", [*bases, _object][0])][0]
+    return kind, look, is_own and kind in ("tensor", "network", "object")

@@ -19,12 +19,12 @@ Roots = Iterable[tuple[Step, Any]]
 class Node:
     """An object that a walk has met, and how it came there first."""
 
-    __slots__ = ("_inside", "_look", "_place", "how", "kind", "name", "owner", "value")
+    __slots__ = ("_inside", "_look", "_place", "how", "is_own", "kind", "name", "owner", "value")
 
     def __init__(self, value: Any, how: str = "", name: Any = "", owner: Node | None = None) -> None:
         """`how`, `name`: the last step to it; the root's own if it is a root."""
         self.value, self.how, self.name, self.owner = value, how, name, owner
-        self.kind, self._look = row_of(type(value))
+        self.kind, self._look, self.is_own = row_of(type(value))
         self._place: Place | None = None
         self._inside: Inside | None = None
 
@@ -87,6 +87,9 @@ def walk(roots: Roots, is_leaf: Callable[[Node], bool] = lambda _: False) -> Ite
                 if id(value) not in seen:
                     seen.add(id(value))
                     nodes.append(Node(value, how, name, node))
+            if node.is_own and id(of := type(node.value)) not in seen:
+                seen.add(id(of))
+                nodes.append(Node(of, "__class__", "__class__", node))
         node.forget()
 
 
@@ -101,6 +104,9 @@ class Finder:
         """Return the object at the end of a path; KeyError if there is none."""
         found = self._roots[path[0]]
         for step in path[1:]:
+            if step.how == "__class__":
+                found = type(found)
+                continue
             if id(found) not in self._inside:
                 inside = {Step(how, name): one for how, name, one in look_into(found).children()}
                 self._inside[id(found)] = found, inside

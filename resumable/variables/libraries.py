@@ -228,8 +228,12 @@ def holder(node: Node) -> Any:
 
 def has_state(value: Any, kind: Kind) -> bool:
     """Whether an object of a library says what its state is."""
-    names = ("state_dict", "load_state_dict")
-    return kind == "library" and all(callable(getattr(type(value), name, None)) for name in names)
+    return kind == "library" and _gives_state(type(value))
+
+
+@own.by_class
+def _gives_state(of: type) -> bool:
+    return all(callable(getattr(of, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
 def state(value: Any) -> Any:

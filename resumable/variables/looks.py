@@ -94,9 +94,9 @@ class Look:
             return libraries.has_state(value, kind) or not self._libraries.is_open(value)
         return False
 
-    def changes(self, roots: Iterable[tuple[Step, Any]]) -> list[str]:
-        """Encode all objects that were there before and have changed; return where they are."""
-        found, nodes, gone = [], list[Node](), set[int]()
+    def changes(self, roots: Iterable[tuple[Step, Any]]) -> None:
+        """Encode all objects that were there before and have changed."""
+        nodes, gone = list[Node](), set[int]()
         for node in walks.walk(roots, self.is_leaf):
             nodes.append(node)
             if (met := self._known(id(node.value))) is None:
@@ -125,26 +125,23 @@ class Look:
                 and self.is_leaf(node)
             ):
                 continue
+            where = str(node)
+            # Never half an object: its numbers without what is compiled, or without a file.
             if libraries.is_compiled(node.value) or self._libraries.is_half(node.value):
-                # Never half an object: its numbers without what is compiled.
-                self.lost.append((str(node), "it changes with a compiled object, which cannot be filled"))
-                continue
-            if self._is_foreign(node):
-                self.lost.append((str(node), "other than numbers in an object of a library"))
-                continue
-            if held := signs.inside(node.value):
-                # Never half an object.
-                self.lost.append((str(node), f"it holds {held}"))
-                continue
-            self._number(node.value, str(node))
-            found.append(str(node))
-        return found
+                self.lost.append((where, "it changes with a compiled object, which cannot be filled"))
+            elif self._is_foreign(node):
+                self.lost.append((where, "other than numbers in an object of a library"))
+            elif held := signs.inside(node.value):
+                self.lost.append((where, f"it holds {held}"))
+            else:
+                self._number(node.value, where)
 
     def _forget(self, gone: set[int], nodes: Sequence[Node]) -> None:
         """Tell an object that holds a new one, at the address of another that is gone, from what it was."""
         known, changed = self._known, dict[int, Met]()
         for one in nodes:
-            inside = {id(child) for _, _, child in kinds.look_into(one.value).children()}
+            children = [child for _, _, child in kinds.look_into(one.value).children()]
+            inside = {*map(id, [type(one.value), *children])}
             if (met := self.known(one.value)) is not None and inside & gone:
                 self._same |= {id(one.value): False} if id(one.value) in self._same else {}
                 changed[id(one.value)] = met._replace(content=met.content and met.content.but(gone))
@@ -199,19 +196,20 @@ class Look:
         value, kind = node.value, node.kind
         if kind not in _WITH_STATE:
             return node.inside().content()
+        if kind == "list":
+            table = self.table(value)
+            return node.inside().content() if table is None else Content((columns.digest(table),))
         if (covered := self._owned.covered(value)) is not None:
-            return node.inside().content().without(covered)
+            return node.inside().without(covered).content()
         if libraries.has_state(value, kind):
             return libraries.state_content(value)
-        if libraries.is_compiled(value):
+        if kind == "library" and libraries.is_compiled(value):
             return libraries.compiled_content(value)
-        table = self.table(value) if kind == "list" else None
-        return node.inside().content() if table is None else Content((columns.digest(table),))
+        return node.inside().content()
 
     def attributes(self, value: Any) -> dict[str, Any]:
         """Return the attributes of an object that nothing else restores."""
-        held, covered = dict(kinds.look_into(value).groups["attribute"]), self._owned.covered(value)
-        return {name: one for name, one in held.items() if name not in covered} if covered else held
+        return dict(kinds.look_into(value).without(self._owned.covered(value) or ()).groups["attribute"])
 
     def table(self, value: Any) -> Table | None:
         """Return the rows of a long list by columns, if they are of one kind."""
@@ -305,7 +303,7 @@ class Look:
     def pairs(self, held: Iterable[tuple[Any, Any]], before: Content | None, where: str, how: str) -> Entry:
         """Return the items of a dict, or the attributes of an object: all, or those that have changed."""
         pairs = [*held]
-        old = before.items.get(how) if before is not None and "value" not in before.items else None
+        old = before.marks(how) if before and how in before.held and "value" not in before.held else None
         # A key of another type has no name, and code of its own.
         old = old if kinds.KEYS.issuperset(type(key) for key, _ in pairs) else None
         now = {key for key, _ in pairs} if old is not None else ()

@@ -75,7 +75,7 @@ def holds_graph(tensor: Any) -> bool:
             continue
         seen[id(node)] = node
         try:
-            for name in [one for one in dir(type(node)) if one.startswith("_raw_saved_")]:
+            for name in _saved_by(type(node)):
                 # With a hook it is computed again as it is read.
                 if getattr(getattr(node, name), "unpack_hook", None) is None:
                     getattr(node, name.removeprefix("_raw"), None)
@@ -85,6 +85,12 @@ def holds_graph(tensor: Any) -> bool:
             return False
         waiting += [one for one, _ in node.next_functions]
     return is_found
+
+
+@own.by_class
+def _saved_by(of: type) -> list[str]:
+    """Return the attributes in which nodes of a graph keep what `backward()` needs, packed."""
+    return [one for one in dir(of) if one.startswith("_raw_saved_")]
 
 
 def is_own(function: Any) -> bool:

@@ -23,6 +23,7 @@ Entry = dict[str, Any]
 LARGEST_EXPANDED = 64 << 20
 
 
+@own.by_class
 def class_name(of: type) -> str:
     """Return the module and the name of a class."""
     return f"{own.module_of(of)}:{type.__dict__['__qualname__'].__get__(of)}"
@@ -101,20 +102,20 @@ def _object(look: Look, value: Any, before: Content | None, where: str) -> Entry
 
 def _attributes(look: Look, value: Any, before: Content | None, where: str) -> Entry:
     """Return what has changed of a class, a function, a network or an object of a library: each step."""
-    old = before.items if before is not None else {}
+    then = before.held if before is not None else {}
+    old = {how: before.marks(how) for how in then} if before is not None else {}
     inside, covered = kinds.look_into(value), look._owned.covered(value) or ()
-    hooks = [how for how in {*old, *inside.groups} if how.endswith("_hooks")]
-    now = inside.content().items
+    hooks, now = [how for how in {*then, *inside.groups} if how.endswith("_hooks")], inside.content().held
     look.lost += [
         (f"{where}.{how}", "a hook that the loop has registered or removed")
         for how in hooks
-        if old.get(how) != now.get(how)
+        if then.get(how) != now.get(how)
     ]
     is_librarys = kinds.kind_of(value) in ("network", "library") and not own.is_own_class(type(value))
     steps = []
     for step, one in inside.steps():
         was: Any = old.get(step.how, {}).get(step.name)
-        if was == mark(one) or step.name in covered or step.how in ("__class__", *hooks):
+        if was == mark(one) or step.name in covered or step.how in hooks:
             continue
         if is_librarys and not libraries.takes(type(value), step, was and was[0], one):
             look.lost.append((f"{where}{step}", f"a {type(one).__name__} in an object of a library"))

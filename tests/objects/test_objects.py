@@ -221,9 +221,24 @@ def test_only_what_has_changed_of_an_object_is_named() -> None:
     one.best, one.new = 0.6, 1
     one.history.append(1)
 
-    now = content(one).items["attribute"]
+    now, then = content(one).marks("attribute"), before.marks("attribute")
     assert content(one).whole == before.whole
-    assert [name for name in now if now[name] != before.items["attribute"].get(name)] == ["best", "new"]
+    assert [name for name in now if now[name] != then.get(name)] == ["best", "new"]
+
+
+def test_the_order_of_attributes_does_not_count_and_each_bit_of_their_values_does() -> None:
+    one, before = Own(a=1, b=0.0, c=[1]), content(Own(a=1, b=0.0, c=None))
+    one.c = None
+    assert content(one) == before
+
+    for name, value in (("a", True), ("a", 1.0), ("b", -0.0), ("c", ())):
+        other = Own(a=1, b=0.0, c=None)
+        setattr(other, name, value)
+        assert content(other) != before, (name, value)
+    del one.a
+    one.a = int("1")
+    assert list(vars(one)) == ["b", "c", "a"]
+    assert content(one) == before
 
 
 def test_no_code_of_an_object_runs() -> None:
