@@ -313,7 +313,11 @@ _DERIVED: tuple[tuple[Kind, tuple[type, ...], Callable[[Any], Inside]], ...] = (
     ("tuple", (tuple,), _sequence),
 )
 """The kinds of classes and of those derived from them."""
-_BASES = ((dict, _dict), ((set, frozenset), _set), ((list, collections.deque), _sequence))
+_BASES: tuple[tuple[Any, Callable[[Any], Inside]], ...] = (
+    (dict, _dict),
+    ((set, frozenset), _set),
+    ((list, collections.deque), _sequence),
+)
 
 
 @own.by_class
@@ -322,7 +326,7 @@ def row_of(of: type) -> tuple[Kind, Callable[[Any], Inside], bool]:
     # By identity: a metaclass may have a hash of its own.
     rows = [(kind, look) for kind, some, look in _TABLE if any(one is of for one in some)]
     rows += [(kind, look) for kind, some, look in _DERIVED if issubclass(of, some)]
-    bases = [functools.partial(_container, look) for base, look in _BASES if issubclass(of, base)]
+    bases = (functools.partial(_container, look) for base, look in _BASES if issubclass(of, base))
     is_own = own.is_own_class(of)
-    kind, look = [*rows, ("object" if is_own else "library", [*bases, _object][0])][0]
-    return kind, look, is_own and kind in ("tensor", "network", "object")
+    rows.append(("object" if is_own else "library", next(bases, _object)))
+    return *rows[0], is_own and rows[0][0] in ("tensor", "network", "object")

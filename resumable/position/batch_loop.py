@@ -106,6 +106,11 @@ class Loop:
             self._through = iter(through(Loading(at, batches)))
         self._is_watched = is_watched
 
+    @property
+    def through(self) -> Iterator[Any] | None:
+        """What the batches come through, if anything."""
+        return self._through
+
     def __iter__(self) -> Iterator[Any]:
         return self
 

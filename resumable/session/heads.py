@@ -81,11 +81,10 @@ class Heads:
         """Note with what a pass over a loader begins; put it back if it goes on, until it is drawn again."""
         if (script := self._script()) is None:
             return
-        if at.goes_on():
-            at.source.drawn.then, problems = script.variables.pass_goes_on(name)
-            self._tell(problems)
-        else:
-            script.variables.pass_begins(name)
+        keeps_workers = getattr(at.source.loader, "persistent_workers", False) is True
+        then, problems = script.variables.pass_begins(name, goes_on=at.goes_on(), keeps_workers=keeps_workers)
+        at.source.drawn.then = then
+        self._tell(problems)
 
     def asked(self, name: str, loop: Iterator[Any], asked_by: FrameType) -> bool:
         """Let what numbers the batches of a loader go on; False if nobody looks at it."""

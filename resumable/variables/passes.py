@@ -58,12 +58,12 @@ class Moment(NamedTuple):
         """Return what a checkpoint has."""
         return cls(entries, (), Putting({"namespaces": [], "entries": entries}))
 
-    def changed(self, look: Look) -> list[Entry]:
-        """Return what has changed since, for a checkpoint; nothing if nothing has."""
+    def changed(self, look: Look, *, is_whole: bool = False) -> list[Entry]:
+        """Return what has changed since, for a checkpoint; nothing if nothing has, unless it `is_whole`."""
         if self.putting is not None:
             return [*self.entries]
         same = self._same(look)
-        if all(number in same for number, one in enumerate(self.entries) if "at" in one):
+        if not is_whole and all(number in same for number, one in enumerate(self.entries) if "at" in one):
             return []
         return [
             _place(one) if number in same and "at" in one else one for number, one in enumerate(self.entries)

@@ -41,6 +41,8 @@ _COUNTED = (
     "loop again, and asks for more than are left. Loop over the batches, and leave the loop by state.batch. "
     "[R07]"
 )
+_WORKERS = "workers of "
+_BEGINS_AGAIN = "what through= keeps from batch to batch: a resume begins it again"
 _BEHIND_YIELD = "what it does behind the yield that hands a batch on: a resume leaves that out for this batch"
 
 
@@ -89,7 +91,9 @@ class Variables:
     def __init__(self, owned: Callable[[], Owned] = Owned, choice: Choice = ALL) -> None:
         self._owned, self._choice = owned, choice
         self._passes: dict[str, Moment] = {}
-        """Of each loader the pass that began last."""
+        """Of each loader the pass that began last, and the making of workers that are kept."""
+        self._working: set[str] = set()
+        """The loaders whose workers are kept, and were made since the load."""
         self._bases: dict[str, _Base] = {}
         self._putting: Putting | None = None
         self._hold: Hold | None = None
@@ -178,10 +182,13 @@ class Variables:
             known |= met
 
     @no_garbage_collection()
-    def look(self, loops: Mapping[str, Iterator[Any]] = MappingProxyType({})) -> dict[str, Any]:
+    def look(
+        self, loops: Mapping[str, Iterator[Any]] = MappingProxyType({}), through: Iterable[Iterator[Any]] = ()
+    ) -> dict[str, Any]:
         """Return what has changed since the loop began.
 
         `loops`: those over the batches of loaders that are in their middle.
+        `through`: what some of them come through.
         """
         if not self._bases:
             return {"namespaces": [], "entries": []}
@@ -214,9 +221,13 @@ class Variables:
             rows.append([namespace.key, look.bound(changed, self._remade(namespace) | later)])
             look.lost += self._begun_before(namespace, base)
         look.lost += self._imported(there)
+        look.lost += [(one, _BEGINS_AGAIN) for loop in through for one in asking.kept_in(loop)]
         look.keep_constants(self._digests)
         self.lost = look.lost
-        passes = {name: entries for name, one in self._passes.items() if (entries := one.changed(look))}
+        kept = {
+            name: one.changed(look, is_whole=name.startswith(_WORKERS)) for name, one in self._passes.items()
+        }
+        passes = {name: entries for name, entries in kept.items() if entries}
         numbered = {name: one for name, some in around.items() if (one := _numbering(some))}
         numbers = {name: [*map(enumerates.index_of, one)] for name, one in numbered.items()}
         began = {one.key: starts.read(self._bases[one.key].starts, one.may_be_read) for one in found}
@@ -298,24 +309,28 @@ class Variables:
         self._putting, self._hold, self._loaded = Putting(tree), None, tree
         self._starts = {} if self._bases else tree.get("starts", {})
 
-    def pass_begins(self, loader: str) -> None:
-        """Note with what a pass over a loader begins."""
-        owned = self._owned()
-        self._passes[loader] = Moment.now([_of_loader(loader, owned)], owned, self._known())
+    def pass_begins(
+        self, loader: str, *, goes_on: bool, keeps_workers: bool
+    ) -> tuple[Callable[[], object], list[str]]:
+        """Note with what a pass over a loader begins, and of what its workers are made.
 
-    def pass_goes_on(self, loader: str) -> tuple[Callable[[], object], list[str]]:
-        """Put what is behind a loader back as its pass began, since the order is drawn from it again.
-
-        Return a function that puts it back as it is now, and what cannot be put back.
+        What is behind the loader is put back as it was then, since the order of a pass that goes on is drawn
+        again, and workers that are kept from pass to pass are made again. Return a function that puts it back
+        as it is now, and what cannot be put back.
         """
-        owned = self._owned()
+        owned, workers = self._owned(), _WORKERS + loader
         namespace = _of_loader(loader, owned)
-        now, problems = Moment.now([namespace], owned), list[str]()
-        if (begun := self._passes.get(loader)) is not None:
-            namespaces = self._namespaces(frames.own_frames(sys._getframe(1)), owned)
-            problems = begun.put_back(namespaces, owned)
+        begun = [self._passes[loader]] if goes_on and loader in self._passes else []
+        if keeps_workers and loader not in self._working and workers in self._passes:
+            begun.append(self._passes[workers])
+        now, problems = Moment.now([namespace], owned) if begun else None, list[str]()
+        for one in begun:
+            problems += one.put_back(self._namespaces(frames.own_frames(sys._getframe(1)), owned), owned)
         self._passes[loader] = Moment.now([namespace], owned, self._known())
-        return partial(now.put_back, (), owned), problems
+        if keeps_workers:
+            self._working.add(loader)
+            self._passes.setdefault(workers, Moment.now([_of_workers(loader, owned)], owned, self._known()))
+        return partial(now.put_back, (), owned) if now else list, problems
 
     def may_ask_again(self) -> bool:
         """Whether batches may be asked for in the running body, in what is left of it."""
@@ -375,6 +390,7 @@ class Variables:
         if is_due and self._loaded:
             tree, self._loaded = self._loaded, {}
             self._passes.clear()
+            self._working.clear()
             self._passes.update((name, Moment.loaded(one)) for name, one in tree.get("passes", {}).items())
             self._numbers.clear()
             self._numbers.update(tree.get("numbers", {}))
@@ -385,11 +401,24 @@ class Variables:
         for begun in self._passes.values():
             begun.find(namespaces, owned)
         names = putting.put(namespaces, owned, partial(running.functions, stack))
+        self._remember_workers(namespaces, owned)
         if self._hold is None:
             # As they are now, with what was bound.
             self._hold = Hold(self._namespaces(stack, owned), owned)
         self._restored |= putting.bound
         return names, putting.problems
+
+    def _remember_workers(self, namespaces: Sequence[Namespace], owned: Owned) -> None:
+        """Note of what workers that are kept were made, as the checkpoint says it."""
+        loaded = {
+            name: one for name, one in self._passes.items() if one.putting and name.startswith(_WORKERS)
+        }
+        for name, one in loaded.items():
+            behind = [_of_workers(name.removeprefix(_WORKERS), owned)]
+            now = Moment.now(behind, owned)
+            one.put_back(namespaces, owned)
+            self._passes[name] = Moment.now(behind, owned, self._known())
+            now.put_back((), owned)
 
     def _edited(self, namespaces: Sequence[Namespace], putting: Putting) -> Iterator[str]:
         there = {one.key: one for one in namespaces if not one.is_cell}
@@ -430,6 +459,13 @@ def _asking(here: FrameType | None, loop: Iterator[Any]) -> FrameType | None:
 
 def _of_loader(loader: str, owned: Owned) -> Namespace:
     return running.of_objects(f"loader:{loader}", owned.loaders.get(loader, {}))
+
+
+def _of_workers(loader: str, owned: Owned) -> Namespace:
+    """Return what the workers of a loader have: all but the samplers."""
+    held, of_order = owned.loaders.get(loader, {}), (f"{loader}.sampler", f"{loader}.batch_sampler")
+    objects = {where: one for where, one in held.items() if not where.startswith(of_order)}
+    return running.of_objects(f"loader:{loader}", objects)
 
 
 def _insides(namespaces: Iterable[Namespace]) -> dict[int, Content]:

@@ -16,10 +16,10 @@ from ...objects.walks import Node
 from .states import is_stateful
 
 _LOOKS = 4
-"""After the first fetch, which may fill what every start fills, and after three more."""
+"""After so many fetches."""
 _MOST_OBJECTS = 1024
-_MOST_BYTES = 1 << 20
-_ITEM = 64
+_MOST_BYTES = 64 << 20
+_ITEM = 4096
 """An item of a list takes as long as so many bytes of an array."""
 _SIZED: tuple[Any, ...] = (dict, list, deque, tuple, set, frozenset)
 _OWNERS = {"object", "library", "network", "function", "method", "partial"}
@@ -35,7 +35,7 @@ class Memory:
 
     def __init__(self, roots: Mapping[str, object]) -> None:
         self._roots = roots
-        self._before: Signature = {}
+        self._before = signature(roots)
         self._looks = 0
         self._changes = Counter[str]()
 
