@@ -73,8 +73,9 @@ class Heads:
             script.share()
         self._loaded = self._loaded if is_due else None
         _, problems = script.variables.head(is_due=is_due)
-        for edit in script.variables.edits:
-            self._training.print(f"of the script: {edit}")
+        for one in script.variables.news:
+            self._training.print(f"of the script: {one}")
+        script.variables.news.clear()
         self._tell(problems)
 
     def begin_pass(self, name: str, at: LoaderPosition) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ..objects import contents, kinds, walks
-from ..objects.contents import Content, mark
+from ..objects.contents import Content, Held, mark
 from ..objects.kinds import Step
 from ..objects.walks import Met, Node, Path
 from . import atoms, columns, constants, libraries, making, signs
@@ -18,7 +18,7 @@ from .atoms import Hole
 from .columns import Table
 from .libraries import Libraries
 from .owned import Owned
-from .writing import WRITERS, Entry, class_name, class_of
+from .writing import HOOK, WRITERS, Entry, class_name, class_of
 
 _IMMUTABLE = {"tuple", "count", "enum", "method", "partial"}
 """Kinds that cannot be filled in place."""
@@ -76,6 +76,8 @@ class Look:
         self.entries: list[Entry] = []
         self.objects: list[Any] = []
         """Those of the entries, which keep their identity as long as this lives."""
+        self.nodes: list[Node] = []
+        """What was looked at."""
         self.lost: list[tuple[str, str]] = []
         """What cannot be stored: where it is, and why."""
 
@@ -96,9 +98,11 @@ class Look:
 
     def changes(self, roots: Iterable[tuple[Step, Any]]) -> None:
         """Encode all objects that were there before and have changed."""
-        nodes, gone = list[Node](), set[int]()
+        nodes, gone = self.nodes, set[int]()
         for node in walks.walk(roots, self.is_leaf):
             nodes.append(node)
+            if self._is_owned_tensor(node):
+                self._compare_hooks(node)
             if (met := self._known(id(node.value))) is None:
                 continue
             is_another = node.kind in _NEVER_CHANGED and met.content not in (None, self.content(node))
@@ -135,6 +139,21 @@ class Look:
                 self.lost.append((where, f"it holds {held}"))
             else:
                 self._number(node.value, where)
+
+    def is_noted(self, node: Node) -> bool:
+        """Whether what an object holds counts, or the hooks of one that something else restores."""
+        return self._owned.name(node.value) is None or (
+            self._is_owned_tensor(node) and bool(kinds.hooks_of(node.value))
+        )
+
+    def _is_owned_tensor(self, node: Node) -> bool:
+        return node.kind == "tensor" and self._owned.name(node.value) is not None
+
+    def _compare_hooks(self, node: Node) -> None:
+        met = self.known(node.value)
+        if (met is None or met.content is not None) and (met or kinds.hooks_of(node.value)):
+            now, then = self.content(node).held, met.content.held if met and met.content else {}
+            self.lost += [(f"{node}.{how}", HOOK) for how in {*now, *then} if now.get(how) != then.get(how)]
 
     def _forget(self, gone: set[int], nodes: Sequence[Node]) -> None:
         """Tell an object that holds a new one, at the address of another that is gone, from what it was."""
@@ -194,6 +213,9 @@ class Look:
     def content(self, node: Node) -> Content:
         """Return what of an object counts: of one that gives its state that, of long rows their columns."""
         value, kind = node.value, node.kind
+        if self._is_owned_tensor(node):
+            hooks = node.inside().groups.items()
+            return Content((), {how: Held(some) for how, some in hooks if how.endswith("_hooks") and some})
         if kind not in _WITH_STATE:
             return node.inside().content()
         if kind == "list":

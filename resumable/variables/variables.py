@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import CodeType, FrameType, GeneratorType, MappingProxyType
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 from ..files.threads import no_garbage_collection
 from ..objects import kinds, walks
 from ..objects.contents import ATOMS, Content, mark
-from ..objects.walks import Met
+from ..objects.walks import Met, Node
 from . import running, signs, starts
 from .choice import ALL, Choice
 from .holds import Hold
@@ -41,6 +42,8 @@ _COUNTED = (
     "loop again, and asks for more than are left. Loop over the batches, and leave the loop by state.batch. "
     "[R07]"
 )
+_MANY = 100_000
+"""So many objects take half a second at each save."""
 _WORKERS = "workers of "
 _BEGINS_AGAIN = "what through= keeps from batch to batch: a resume begins it again"
 _BEHIND_YIELD = "what it does behind the yield that hands a batch on: a resume leaves that out for this batch"
@@ -109,8 +112,9 @@ class Variables:
         """What each `enumerate` around the batches of a loader gives next, by the loader's name."""
         self._starts: Mapping[str, Starts] = {}
         """With what the variables began, as the checkpoint has it, by namespace."""
-        self.edits: list[str] = []
-        """Which variables begin otherwise now."""
+        self.news: list[str] = []
+        """What to print: which variables begin otherwise now, and which takes long."""
+        self._is_slow = False
         self.lost: list[tuple[str, str]] = []
         """What the last look could not store: where it is, and why."""
 
@@ -123,7 +127,6 @@ class Variables:
         stack = frames.own_frames(sys._getframe(1))
         owned = self._owned()
         self._begin(stack, owned)
-        self.edits = []
         if is_due and self._putting is not None:
             return self._put_back(self._putting, stack, owned, is_due=True)
         unmet = self._putting.unmet() if self._putting is not None else []
@@ -174,7 +177,7 @@ class Variables:
             nodes = walks.walk(it.namespace.roots(), look.is_leaf)
             # One that is known by the address of another that is gone is new.
             new = (one for one in nodes if not ((was := known.get(id(one.value))) and was.is_of(one.value)))
-            met = walks.met((one for one in new if not owned.name(one.value)), look.content)
+            met = walks.met(filter(look.is_noted, new), look.content)
             began = starts.of(it.namespace.variables) if not it.namespace.is_cell else {}
             self._bases[key] = _Base(it.identity, marks[key], began, met, heads, it.code, not is_first)
             # An object that is new may have the identity of one that is gone.
@@ -208,7 +211,11 @@ class Variables:
             for one in there
             if (base := self._bases.get(one.namespace.key)) and base.frame == one.identity
         ]
+        since = time.thread_time()
         look.changes(root for one in found for root in one.roots())
+        if len(look.nodes) > _MANY and not self._is_slow:
+            self._is_slow = True
+            self.news.append(_slow(look.nodes, time.thread_time() - since))
         for namespace in found:
             base = self._bases[namespace.key]
             changed = (
@@ -394,7 +401,7 @@ class Variables:
             self._passes.update((name, Moment.loaded(one)) for name, one in tree.get("passes", {}).items())
             self._numbers.clear()
             self._numbers.update(tree.get("numbers", {}))
-        self.edits = [*self._edited(namespaces, putting)]
+        self.news += self._edited(namespaces, putting)
         if self._hold is not None:
             self._hold.put_back(namespaces, owned, putting.lacking())
             namespaces = self._namespaces(stack, owned)
@@ -466,6 +473,15 @@ def _of_workers(loader: str, owned: Owned) -> Namespace:
     held, of_order = owned.loaders.get(loader, {}), (f"{loader}.sampler", f"{loader}.batch_sampler")
     objects = {where: one for where, one in held.items() if not where.startswith(of_order)}
     return running.of_objects(f"loader:{loader}", objects)
+
+
+def _slow(nodes: Iterable[Node], seconds: float) -> str:
+    """Return what to print of a look that takes long: the variable with the most objects."""
+    ((name, count),) = Counter(node.path[0].name for node in nodes).most_common(1)
+    return (
+        f"a look at the {count:,} objects of {name} takes {seconds:.1f} s at each save; where a resume can "
+        f'do without them, variables=["*", "-{name}"] leaves them out'
+    )
 
 
 def _insides(namespaces: Iterable[Namespace]) -> dict[int, Content]:

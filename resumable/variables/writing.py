@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 Entry = dict[str, Any]
 LARGEST_EXPANDED = 64 << 20
+HOOK = "a hook that the loop has registered or removed"
 
 
 @own.by_class
@@ -106,11 +107,7 @@ def _attributes(look: Look, value: Any, before: Content | None, where: str) -> E
     old = {how: before.marks(how) for how in then} if before is not None else {}
     inside, covered = kinds.look_into(value), look._owned.covered(value) or ()
     hooks, now = [how for how in {*then, *inside.groups} if how.endswith("_hooks")], inside.content().held
-    look.lost += [
-        (f"{where}.{how}", "a hook that the loop has registered or removed")
-        for how in hooks
-        if then.get(how) != now.get(how)
-    ]
+    look.lost += [(f"{where}.{how}", HOOK) for how in hooks if then.get(how) != now.get(how)]
     is_librarys = kinds.kind_of(value) in ("network", "library") and not own.is_own_class(type(value))
     steps = []
     for step, one in inside.steps():
