@@ -67,8 +67,6 @@ class Held:
             return True
         return self.marks() == other.marks()
 
-    __hash__ = None  # type: ignore[assignment]
-
 
 class Content(NamedTuple):
     """What of an object counts: equal only for the same, bit for bit, in this process."""
@@ -85,8 +83,7 @@ class Content(NamedTuple):
 
     def marks(self, how: str) -> dict[Any, Mark]:
         """Return the marks of what a path goes on to in one way, by name."""
-        found = self.held[how].marks() if how in self.held else {}
-        return {at: one for at, one in found.items() if one[1] not in self.gone} if self.gone else found
+        return {at: one for at, one in self.held[how].marks().items() if one[1] not in self.gone}
 
 
 def is_atom(value: Any) -> bool:
@@ -119,9 +116,7 @@ def mark(value: Any) -> Mark:
 
 def types_of(items: Collection[Any]) -> set[type]:
     """Return the types of values; those of millions of one type are counted faster than collected."""
-    if len(items) <= _FEW:
-        return {*map(type, items)}
-    of = type(next(iter(items)))
+    of = type(next(iter(items), None))
     return {of} if countOf(map(type, items), of) == len(items) else {*map(type, items)}
 
 

@@ -46,10 +46,6 @@ class Node:
             self._inside = self._look(self.value)
         return self._inside
 
-    def forget(self) -> None:
-        """Keep what is in it no longer."""
-        self._inside = None
-
     def __str__(self) -> str:
         return text(self.path)
 
@@ -90,7 +86,7 @@ def walk(roots: Roots, is_leaf: Callable[[Node], bool] = lambda _: False) -> Ite
             if node.is_own and id(of := type(node.value)) not in seen:
                 seen.add(id(of))
                 nodes.append(Node(of, "__class__", "__class__", node))
-        node.forget()
+        node._inside = None
 
 
 class Finder:

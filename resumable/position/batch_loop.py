@@ -97,19 +97,14 @@ class Loop:
         is_boundary = self._is_direct and at.training.is_in_batches()
         self._drawn_then = at.training.streams.read_draws() if is_boundary else None
         self._batches = batches
-        self._through: Iterator[Any] | None = None
+        self.through: Iterator[Any] | None = None
         at.began(self)
         self._begun_then = at.training.loops_begun
         # Most prefetchers fail where there is no batch.
         is_empty = at.done and at.done == at.length()
         if through is not None and (not is_empty or at.prepared):
-            self._through = iter(through(Loading(at, batches)))
+            self.through = iter(through(Loading(at, batches)))
         self._is_watched = is_watched
-
-    @property
-    def through(self) -> Iterator[Any] | None:
-        """What the batches come through, if anything."""
-        return self._through
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -147,7 +142,7 @@ class Loop:
             self._ask_first(sys._getframe(1))
         at.ask()
         try:
-            if self._through is None:
+            if self.through is None:
                 batch, digest = at.load_in_hand(self._batches, self._lap)
             else:
                 batch = self._come_through()
@@ -159,7 +154,7 @@ class Loop:
             if shorten(error):
                 raise error  # RESUMABLE_FULL_TRACEBACK=1 shows where
             raise
-        if self._through is None:
+        if self.through is None:
             at.begin_body(digest)
         else:
             at.hand_out()
@@ -213,9 +208,9 @@ class Loop:
             raise
 
     def _come_through(self) -> Any:
-        assert self._through is not None
+        assert self.through is not None
         try:
-            batch = next(self._through)
+            batch = next(self.through)
         except StopIteration:
             self._at.draws.catch_up()
             if kept := len(self._at.ahead):

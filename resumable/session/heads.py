@@ -83,8 +83,9 @@ class Heads:
         if (script := self._script()) is None:
             return
         keeps_workers = getattr(at.source.loader, "persistent_workers", False) is True
-        then, problems = script.variables.pass_begins(name, goes_on=at.goes_on(), keeps_workers=keeps_workers)
-        at.source.drawn.then = then
+        at.source.drawn.then, problems = script.variables.pass_begins(
+            name, goes_on=at.goes_on(), keeps_workers=keeps_workers
+        )
         self._tell(problems)
 
     def asked(self, name: str, loop: Iterator[Any], asked_by: FrameType) -> bool:

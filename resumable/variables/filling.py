@@ -60,7 +60,11 @@ def _dict(put: Putting, live: Any, entry: Entry) -> None:
     order, gone = put.values(entry.get("order", [])), put.values(entry.get("gone", []))
     signs.hashed([*order, *gone, *keys])
     rows = zip(keys, entry["set"], strict=True)
-    pairs = [(key, put.value_at(Step("key", key), stored, entry)) for key, (_, stored) in rows]
+    pairs = [(key, put.value(stored)) for key, (_, stored) in rows]
+    for key, one in pairs:
+        # What is there already is the script's.
+        if mark(base.get(live, key)) != mark(one):
+            put.check_place(str(Step("key", key)), one, entry)
     stored = entry.get("factory", "None")
     factory = FACTORIES[stored] if isinstance(stored, str) else put.value(stored)
     if not isinstance(stored, str) and kinds.kind_of(factory) not in libraries.CALLED:

@@ -228,11 +228,12 @@ def holder(node: Node) -> Any:
 
 def has_state(value: Any, kind: Kind) -> bool:
     """Whether an object of a library says what its state is."""
-    return kind == "library" and _gives_state(type(value))
+    return kind == "library" and gives_state(type(value))
 
 
 @own.by_class
-def _gives_state(of: type) -> bool:
+def gives_state(of: type) -> bool:
+    """Whether the objects of a class say what their state is."""
     return all(callable(getattr(of, name, None)) for name in ("state_dict", "load_state_dict"))
 
 

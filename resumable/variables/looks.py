@@ -12,7 +12,7 @@ import torch
 from ..objects import contents, kinds, walks
 from ..objects.contents import Content, Held, mark
 from ..objects.kinds import Step
-from ..objects.walks import Met, Node, Path
+from ..objects.walks import Met, Node
 from . import atoms, columns, constants, libraries, making, signs
 from .atoms import Hole
 from .columns import Table
@@ -101,7 +101,7 @@ class Look:
         nodes, gone = self.nodes, set[int]()
         for node in walks.walk(roots, self.is_leaf):
             nodes.append(node)
-            if self._is_owned_tensor(node):
+            if node.kind == "tensor" and self._owned.name(node.value):
                 self._compare_hooks(node)
             if (met := self._known(id(node.value))) is None:
                 continue
@@ -140,19 +140,10 @@ class Look:
             else:
                 self._number(node.value, where)
 
-    def is_noted(self, node: Node) -> bool:
-        """Whether what an object holds counts, or the hooks of one that something else restores."""
-        return self._owned.name(node.value) is None or (
-            self._is_owned_tensor(node) and bool(kinds.hooks_of(node.value))
-        )
-
-    def _is_owned_tensor(self, node: Node) -> bool:
-        return node.kind == "tensor" and self._owned.name(node.value) is not None
-
     def _compare_hooks(self, node: Node) -> None:
         met = self.known(node.value)
-        if (met is None or met.content is not None) and (met or kinds.hooks_of(node.value)):
-            now, then = self.content(node).held, met.content.held if met and met.content else {}
+        if met and met.content and (met.content.held or kinds.hooks_of(node.value)):
+            now, then = self.content(node).held, met.content.held
             self.lost += [(f"{node}.{how}", HOOK) for how in {*now, *then} if now.get(how) != then.get(how)]
 
     def _forget(self, gone: set[int], nodes: Sequence[Node]) -> None:
@@ -213,7 +204,7 @@ class Look:
     def content(self, node: Node) -> Content:
         """Return what of an object counts: of one that gives its state that, of long rows their columns."""
         value, kind = node.value, node.kind
-        if self._is_owned_tensor(node):
+        if kind == "tensor" and self._owned.name(value):
             hooks = node.inside().groups.items()
             return Content((), {how: Held(some) for how, some in hooks if how.endswith("_hooks") and some})
         if kind not in _WITH_STATE:
@@ -294,7 +285,7 @@ class Look:
         if libraries.is_imported(value):
             raise Hole(f"{value!r}, which the script has imported")
         if met is not None and (kind not in _IMMUTABLE or self._is_as_before(value, met)):
-            entry |= {"class": class_name(met.of), "at": out_of(met.path)}
+            entry |= {"class": class_name(met.of), "at": [list(step) for step in met.path]}
             if kind in _IMMUTABLE or self.is_unchanged(value):
                 return entry
         elif held := signs.live(value) or signs.inside(value):
@@ -325,7 +316,8 @@ class Look:
     def pairs(self, held: Iterable[tuple[Any, Any]], before: Content | None, where: str, how: str) -> Entry:
         """Return the items of a dict, or the attributes of an object: all, or those that have changed."""
         pairs = [*held]
-        old = before.marks(how) if before and how in before.held and "value" not in before.held else None
+        is_by_name = before is not None and how in before.held and "value" not in before.held
+        old = before.marks(how) if before and is_by_name else None
         # A key of another type has no name, and code of its own.
         old = old if kinds.KEYS.issuperset(type(key) for key, _ in pairs) else None
         now = {key for key, _ in pairs} if old is not None else ()
@@ -357,8 +349,3 @@ def _kinds_above(node: Node) -> Iterator[str]:
     while above is not None:
         yield above.kind
         above = above.owner
-
-
-def out_of(path: Path) -> list[list[Any]]:
-    """Return a path as a tree has it."""
-    return [[step.how, step.name] for step in path]

@@ -73,9 +73,7 @@ class ScriptPart(Part):
         if self._last is not None:
             return self._last
         more = {"shared": [*self._found_shared()], "overridden": [*self.choice.override]}
-        loops = self._loops()
-        through = [one.through for one in loops.values() if one.through is not None]
-        found = {self.stem: self.variables.look(loops, through) | more}
+        found = {self.stem: self.variables.look(self._loops()) | more}
         self._last = found if self._is_still else None
         return found
 

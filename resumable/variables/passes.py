@@ -14,6 +14,7 @@ from ..objects import kinds, own, walks
 from ..objects.contents import Content
 from ..objects.kinds import Step
 from ..objects.walks import Met, Node
+from . import libraries
 from .looks import Look, Namespace
 from .owned import Owned
 from .putting import Putting
@@ -120,7 +121,7 @@ def behind(name: str, loader: Any) -> tuple[dict[str, Any], list[tuple[str, Any]
             or (kind in _CONTAINERS and _is_large(one, kind))
         ):
             owned.append((where, one))
-        elif kind == "object" and _is_stateful(one):
+        elif kind == "object" and libraries.gives_state(type(one)):
             inside = walks.walk([(Step("", where), one)])
             owned += [(str(it), it.value) for it in inside if it.kind in {*_CONTAINERS, "object"}]
         elif kind == "function" and not own.is_own_code(one.__code__):
@@ -128,10 +129,6 @@ def behind(name: str, loader: Any) -> tuple[dict[str, Any], list[tuple[str, Any]
         elif kind in _CALLED or (kind == "library" and own.module_of(type(one)).startswith(_SAMPLERS)):
             changed[where] = one
     return changed, owned
-
-
-def _is_stateful(value: Any) -> bool:
-    return all(callable(getattr(type(value), one, None)) for one in ("state_dict", "load_state_dict"))
 
 
 def _is_large(value: Any, kind: str) -> bool:

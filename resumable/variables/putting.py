@@ -193,12 +193,6 @@ class Putting:
             return atoms.back(*stored["atom"])
         return self._object(stored["entry"])
 
-    def value_at(self, step: Step, stored: Any, entry: Entry) -> Any:
-        """Return a value for a place in the object of an entry."""
-        value = self.value(stored)
-        self.check_place(str(step), value, entry)
-        return value
-
     def check_place(self, place: str, value: Any, entry: Entry) -> None:
         """Raise Hole if an object that was there before may not get a value at a place."""
         if self._is_ours or "at" not in entry:

@@ -44,12 +44,10 @@ def running(
     """
     tops = {id(one.f_globals): one for one in stack if not frames.is_function(one)}
     held = [(f"module:{name}", module) for name, module in modules(stack)]
-    for number, one in enumerate(stack):
-        if frames.is_function(one):
-            key = key_of(one, number)
-            yield _of_function(key, one, heads_in(key))._replace(number=number)
-    for key, one in waiting.items():
-        yield _of_function(key, one, heads_in(key))
+    functions = [(key_of(one, n), one, n) for n, one in enumerate(stack) if frames.is_function(one)]
+    for key, one, number in (*functions, *((key, one, None) for key, one in waiting.items())):
+        namespace = _of_frame(key, one, _live(one, heads_in(key)))
+        yield Running(namespace, id(one), one.f_lasti, one.f_code, number)
     for key, module in held:
         top = tops.get(id(module))
         live_at_top = _live(top, heads_in(key)) if top else None
@@ -62,10 +60,6 @@ def running(
 def key_of(frame: FrameType, number: int) -> str:
     """Return the key of a function that is running."""
     return f"frame:{number}:{frames.name_of(frame.f_code)}"
-
-
-def _of_function(key: str, frame: FrameType, heads: frozenset[int]) -> Running:
-    return Running(_of_frame(key, frame, _live(frame, heads)), id(frame), frame.f_lasti, frame.f_code)
 
 
 def _live(frame: FrameType, heads: frozenset[int]) -> frozenset[str]:

@@ -14,6 +14,7 @@ from ..files.threads import no_garbage_collection
 from ..objects import kinds, walks
 from ..objects.contents import ATOMS, Content, mark
 from ..objects.walks import Met, Node
+from ..position.batch_loop import Loop
 from . import running, signs, starts
 from .choice import ALL, Choice
 from .holds import Hold
@@ -44,7 +45,7 @@ _COUNTED = (
 )
 _MANY = 100_000
 """So many objects take half a second at each save."""
-_WORKERS = "workers of "
+_WORKERS, _SAMPLERS = "workers of ", (".sampler", ".batch_sampler")
 _BEGINS_AGAIN = "what through= keeps from batch to batch: a resume begins it again"
 _BEHIND_YIELD = "what it does behind the yield that hands a batch on: a resume leaves that out for this batch"
 
@@ -177,7 +178,8 @@ class Variables:
             nodes = walks.walk(it.namespace.roots(), look.is_leaf)
             # One that is known by the address of another that is gone is new.
             new = (one for one in nodes if not ((was := known.get(id(one.value))) and was.is_of(one.value)))
-            met = walks.met(filter(look.is_noted, new), look.content)
+            noted = (one for one in new if one.kind == "tensor" or not owned.name(one.value))
+            met = walks.met(noted, look.content)
             began = starts.of(it.namespace.variables) if not it.namespace.is_cell else {}
             self._bases[key] = _Base(it.identity, marks[key], began, met, heads, it.code, not is_first)
             # An object that is new may have the identity of one that is gone.
@@ -185,13 +187,10 @@ class Variables:
             known |= met
 
     @no_garbage_collection()
-    def look(
-        self, loops: Mapping[str, Iterator[Any]] = MappingProxyType({}), through: Iterable[Iterator[Any]] = ()
-    ) -> dict[str, Any]:
+    def look(self, loops: Mapping[str, Loop] = MappingProxyType({})) -> dict[str, Any]:
         """Return what has changed since the loop began.
 
         `loops`: those over the batches of loaders that are in their middle.
-        `through`: what some of them come through.
         """
         if not self._bases:
             return {"namespaces": [], "entries": []}
@@ -228,15 +227,16 @@ class Variables:
             rows.append([namespace.key, look.bound(changed, self._remade(namespace) | later)])
             look.lost += self._begun_before(namespace, base)
         look.lost += self._imported(there)
-        look.lost += [(one, _BEGINS_AGAIN) for loop in through for one in asking.kept_in(loop)]
+        through = (one.through for one in loops.values() if one.through is not None)
+        look.lost += [(name, _BEGINS_AGAIN) for one in through for name in asking.kept_in(one)]
         look.keep_constants(self._digests)
         self.lost = look.lost
         kept = {
             name: one.changed(look, is_whole=name.startswith(_WORKERS)) for name, one in self._passes.items()
         }
         passes = {name: entries for name, entries in kept.items() if entries}
-        numbered = {name: one for name, some in around.items() if (one := _numbering(some))}
-        numbers = {name: [*map(enumerates.index_of, one)] for name, one in numbered.items()}
+        numbered = ((name, _numbering(some)) for name, some in around.items())
+        numbers = {name: [*map(enumerates.index_of, one)] for name, one in numbered if one}
         began = {one.key: starts.read(self._bases[one.key].starts, one.may_be_read) for one in found}
         more = {"passes": passes, "numbers": numbers, "starts": began}
         return {"namespaces": rows, "entries": look.entries, **more}
@@ -278,7 +278,7 @@ class Variables:
             if (what := signs.begun(one)) is None or base.marks.get(name) != mark(one):
                 continue
             may_be_read = namespace.may_be_read is None or name in namespace.may_be_read
-            if may_be_read and not _may_begin_again(one):
+            if may_be_read and not (type(one) is GeneratorType and asking.may_begin_again(one)):
                 yield name, f"{what} that was made before the loop"
 
     def _imported(self, running: Iterable[Running]) -> Iterator[tuple[str, str]]:
@@ -336,7 +336,9 @@ class Variables:
         self._passes[loader] = Moment.now([namespace], owned, self._known())
         if keeps_workers:
             self._working.add(loader)
-            self._passes.setdefault(workers, Moment.now([_of_workers(loader, owned)], owned, self._known()))
+            self._passes.setdefault(
+                workers, Moment.now([_of_loader(loader, owned, _SAMPLERS)], owned, self._known())
+            )
         return partial(now.put_back, (), owned) if now else list, problems
 
     def may_ask_again(self) -> bool:
@@ -417,11 +419,9 @@ class Variables:
 
     def _remember_workers(self, namespaces: Sequence[Namespace], owned: Owned) -> None:
         """Note of what workers that are kept were made, as the checkpoint says it."""
-        loaded = {
-            name: one for name, one in self._passes.items() if one.putting and name.startswith(_WORKERS)
-        }
-        for name, one in loaded.items():
-            behind = [_of_workers(name.removeprefix(_WORKERS), owned)]
+        loaded = [one for one in self._passes.items() if one[1].putting and one[0].startswith(_WORKERS)]
+        for name, one in loaded:
+            behind = [_of_loader(name.removeprefix(_WORKERS), owned, _SAMPLERS)]
             now = Moment.now(behind, owned)
             one.put_back(namespaces, owned)
             self._passes[name] = Moment.now(behind, owned, self._known())
@@ -449,10 +449,6 @@ class Variables:
         return self._bases[key].heads if key in self._bases else frozenset()
 
 
-def _may_begin_again(iterator: Any) -> bool:
-    return type(iterator) is GeneratorType and asking.may_begin_again(iterator)
-
-
 def _numbering(around: Iterable[Any]) -> list[enumerate[Any]]:
     return [one for one in around if type(one) is enumerate]
 
@@ -464,14 +460,9 @@ def _asking(here: FrameType | None, loop: Iterator[Any]) -> FrameType | None:
     return here and here.f_back
 
 
-def _of_loader(loader: str, owned: Owned) -> Namespace:
-    return running.of_objects(f"loader:{loader}", owned.loaders.get(loader, {}))
-
-
-def _of_workers(loader: str, owned: Owned) -> Namespace:
-    """Return what the workers of a loader have: all but the samplers."""
-    held, of_order = owned.loaders.get(loader, {}), (f"{loader}.sampler", f"{loader}.batch_sampler")
-    objects = {where: one for where, one in held.items() if not where.startswith(of_order)}
+def _of_loader(loader: str, owned: Owned, without: tuple[str, ...] = ()) -> Namespace:
+    held = owned.loaders.get(loader, {}).items()
+    objects = {where: one for where, one in held if not where.removeprefix(loader).startswith(without)}
     return running.of_objects(f"loader:{loader}", objects)
 
 

@@ -324,6 +324,20 @@ def test_what_a_worker_keeps_is_warned_of_once_by_name(
     assert re.search(rf"give the {attribute.partition('.')[0]} state_dict\(\).*R22", text)
 
 
+def test_a_worker_tells_it_with_its_second_batch(run_dir: Path) -> None:
+    objects = make(partial(over(Numbered), batch_size=1, num_workers=1))
+    with warnings.catch_warnings(record=True) as caught, RunState.load(run_dir, **objects) as state:
+        warnings.simplefilter("always")
+        at = [
+            sum("dataset.calls changes" in str(one.message) for one in caught)
+            for _ in state.epochs(1)
+            for _ in state.batches()
+            if state.save()
+        ]
+
+    assert at[:3] == [0, 1, 1]
+
+
 @pytest.mark.heavy
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_a_worker_that_is_not_forked_tells_it_too(run_dir: Path, method: str) -> None:
@@ -346,7 +360,7 @@ STREAMS = {"passes": Passes, "totals": Totals}
 
 @pytest.mark.parametrize("name", STREAMS)
 def test_what_a_stream_keeps_from_epoch_to_epoch_is_told(run_dir: Path, name: str) -> None:
-    (text,) = told(run_dir, partial(over(STREAMS[name]), **KEPT), epochs=3)
+    (text,) = told(run_dir, partial(over(STREAMS[name]), **KEPT), epochs=2)
 
     assert text.startswith("loader.dataset.passes changes")
 
@@ -414,7 +428,7 @@ QUIET = {
     "lru_cache": over(lambda: Counting(looks_up, kept=functools.lru_cache(lambda index: [index]))),
     "generator": over(lambda: Counting(draws, kept=random.Random(3))),
     "of a library": over(lambda: Counting(learns, kept=Vocabulary())),
-    "large": over(lambda: Counting(adds_up, kept=np.zeros(200_000))),
+    "large": over(lambda: Counting(adds_up, kept=np.zeros(9_000_000))),
     "with a state": over(StatefulNumbered),
     "stream": over(Restarting),
 }

@@ -221,7 +221,7 @@ def test_only_what_has_changed_of_an_object_is_named() -> None:
     one.best, one.new = 0.6, 1
     one.history.append(1)
 
-    now, then = content(one).marks("attribute"), before.marks("attribute")
+    now, then = content(one).held["attribute"].marks(), before.held["attribute"].marks()
     assert content(one).whole == before.whole
     assert [name for name in now if now[name] != then.get(name)] == ["best", "new"]
 

@@ -94,13 +94,14 @@ def kept_in(iterator: Any) -> Iterator[str]:
             places = bytecode.places(step.__code__) if type(step) is FunctionType else ()
             counted, inner = frozenset(name for name in held if f".{name}" in places), [*held.values()]
         yield from (name for name, value in held.items() if name in counted and _is_number(value))
-        waiting += [it for it in inner if isinstance(it, Iterator) and not any(it is other for other in seen)]
+        waiting += [
+            it for it in inner if issubclass(type(it), Iterator) and not any(it is other for other in seen)
+        ]
 
 
 def _is_number(value: Any) -> bool:
-    if isinstance(value, torch.Tensor):
-        return value.ndim == 0
-    return isinstance(value, (int, float, np.number)) and type(value) is not bool
+    is_scalar = isinstance(value, torch.Tensor) and value.ndim == 0
+    return is_scalar or (isinstance(value, (int, float, np.number)) and type(value) is not bool)
 
 
 def generators_in(variables: dict[str, Any]) -> list[GeneratorType[Any, Any, Any]]:
