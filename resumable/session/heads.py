@@ -82,10 +82,8 @@ class Heads:
         """Note with what a pass over a loader begins; put it back if it goes on, until it is drawn again."""
         if (script := self._script()) is None:
             return
-        keeps_workers = getattr(at.source.loader, "persistent_workers", False) is True
-        at.source.drawn.then, problems = script.variables.pass_begins(
-            name, goes_on=at.goes_on(), keeps_workers=keeps_workers
-        )
+        begin = script.variables.pass_begins
+        at.source.drawn.then, problems = begin(name, at.source.loader, goes_on=at.goes_on())
         self._tell(problems)
 
     def asked(self, name: str, loop: Iterator[Any], asked_by: FrameType) -> bool:

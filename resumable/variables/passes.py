@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +16,7 @@ from ..objects import kinds, own, walks
 from ..objects.contents import Content
 from ..objects.kinds import Step
 from ..objects.walks import Met, Node
-from . import libraries
+from . import libraries, running
 from .looks import Look, Namespace
 from .owned import Owned
 from .putting import Putting
@@ -26,6 +28,9 @@ _SAMPLERS = ("torch.utils.data.sampler", "torch.utils.data.distributed")
 _CONTAINERS = {"list", "dict", "set", "buffer", "array", "tensor", "generator"}
 _MOST_ITEMS, _MOST_NUMBERS = 4096, 100_000
 _MOST_BYTES = 16 << 20
+Known = Mapping[int, Met]
+Begun = tuple[Callable[[], object], list[str]]
+_WORKERS, _SAMPLERS = "workers of ", (".sampler", ".batch_sampler")
 
 
 class Moment(NamedTuple):
@@ -38,9 +43,7 @@ class Moment(NamedTuple):
     putting: Putting | None = None
 
     @classmethod
-    def now(
-        cls, namespaces: Iterable[Namespace], owned: Owned, known: Mapping[int, Met] | None = None
-    ) -> Moment:
+    def now(cls, namespaces: Iterable[Namespace], owned: Owned, known: Known | None = None) -> Moment:
         """Return what is there now; `known`: the objects that a resume can find."""
         roots, look = [root for one in namespaces for root in one.roots()], Look(owned)
         if known is None:
@@ -89,6 +92,66 @@ class Moment(NamedTuple):
             putting = Putting({"namespaces": [], "entries": entries}, there)
         putting.put(namespaces, owned)
         return putting.problems
+
+
+class Passes:
+    """Of each loader the pass that began last, and the making of workers that are kept from pass to pass."""
+
+    def __init__(self, loaded: Mapping[str, Sequence[Entry]] = MappingProxyType({})) -> None:
+        """`loaded`: what a checkpoint has, as `changed` returns it."""
+        self._begun = {name: Moment.loaded(one) for name, one in loaded.items()}
+        self._working: set[str] = set()
+        """The loaders whose workers are kept, and were made since the load."""
+
+    def begin(
+        self, name: str, loader: Any, namespaces: Sequence[Namespace] | None, owned: Owned, known: Known
+    ) -> Begun:
+        """Put back what a pass began with, if it goes on, and what workers that are kept were made of.
+
+        The order of a pass that goes on is drawn again, and the workers are made again. Return a function that
+        puts all back as it is now, and what cannot be put back.
+
+        `namespaces`: those of the script; None if it begins. `known`: the objects that a resume can find.
+        """
+        workers, keeps_workers = _WORKERS + name, isinstance(loader, DataLoader) and loader.persistent_workers
+        begun = [self._begun[name]] if namespaces is not None and name in self._begun else []
+        if keeps_workers and name not in self._working and workers in self._begun:
+            begun.append(self._begun[workers])
+        behind, problems = [_behind(name, owned)], list[str]()
+        now = Moment.now(behind, owned) if begun else None
+        for one in begun:
+            problems += one.put_back(namespaces or (), owned)
+        self._begun[name] = Moment.now(behind, owned, known)
+        if keeps_workers:
+            self._working.add(name)
+            self._begun.setdefault(workers, Moment.now([_behind(name, owned, _SAMPLERS)], owned, known))
+        return partial(now.put_back, (), owned) if now else list, problems
+
+    def changed(self, look: Look) -> dict[str, list[Entry]]:
+        """Return what has changed since, for a checkpoint."""
+        kept = {name: one.changed(look, is_whole=_WORKERS in name) for name, one in self._begun.items()}
+        return {name: entries for name, entries in kept.items() if entries}
+
+    def find(self, namespaces: Sequence[Namespace], owned: Owned) -> None:
+        """Find the objects of a checkpoint, before others take their places."""
+        for one in self._begun.values():
+            one.find(namespaces, owned)
+
+    def remember_workers(self, namespaces: Sequence[Namespace], owned: Owned, known: Known) -> None:
+        """Note of what workers that are kept were made: what is there now, or what the checkpoint has."""
+        loaded = [one for one in self._begun.items() if one[1].putting and one[0].startswith(_WORKERS)]
+        for name, one in loaded:
+            behind = [_behind(name.removeprefix(_WORKERS), owned, _SAMPLERS)]
+            now = Moment.now(behind, owned)
+            one.put_back(namespaces, owned)
+            self._begun[name] = Moment.now(behind, owned, known)
+            now.put_back((), owned)
+
+
+def _behind(loader: str, owned: Owned, without: tuple[str, ...] = ()) -> Namespace:
+    held = owned.loaders.get(loader, {}).items()
+    objects = {where: one for where, one in held if not where.removeprefix(loader).startswith(without)}
+    return running.of_objects(f"loader:{loader}", objects)
 
 
 def _if_large(node: Node, look: Look) -> Content | None:

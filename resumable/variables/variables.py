@@ -20,7 +20,7 @@ from .choice import ALL, Choice
 from .holds import Hold
 from .looks import Look, Namespace
 from .owned import Owned
-from .passes import Moment
+from .passes import Begun, Passes
 from .putting import Putting
 from .running import Running
 from .script import ahead, asking, bytecode, enumerates, frames
@@ -44,8 +44,6 @@ _COUNTED = (
     "[R07]"
 )
 _MANY = 100_000
-"""So many objects take half a second at each save."""
-_WORKERS, _SAMPLERS = "workers of ", (".sampler", ".batch_sampler")
 _BEGINS_AGAIN = "what through= keeps from batch to batch: a resume begins it again"
 _BEHIND_YIELD = "what it does behind the yield that hands a batch on: a resume leaves that out for this batch"
 
@@ -94,10 +92,7 @@ class Variables:
 
     def __init__(self, owned: Callable[[], Owned] = Owned, choice: Choice = ALL) -> None:
         self._owned, self._choice = owned, choice
-        self._passes: dict[str, Moment] = {}
-        """Of each loader the pass that began last, and the making of workers that are kept."""
-        self._working: set[str] = set()
-        """The loaders whose workers are kept, and were made since the load."""
+        self._passes = Passes()
         self._bases: dict[str, _Base] = {}
         self._putting: Putting | None = None
         self._hold: Hold | None = None
@@ -115,7 +110,7 @@ class Variables:
         """With what the variables began, as the checkpoint has it, by namespace."""
         self.news: list[str] = []
         """What to print: which variables begin otherwise now, and which takes long."""
-        self._is_slow = False
+        self._slow: list[str] = []
         self.lost: list[tuple[str, str]] = []
         """What the last look could not store: where it is, and why."""
 
@@ -212,9 +207,9 @@ class Variables:
         ]
         since = time.thread_time()
         look.changes(root for one in found for root in one.roots())
-        if len(look.nodes) > _MANY and not self._is_slow:
-            self._is_slow = True
-            self.news.append(_slow(look.nodes, time.thread_time() - since))
+        if len(look.nodes) > _MANY and not self._slow:
+            self._slow.append(_slow(look.nodes, time.thread_time() - since))
+            self.news.extend(self._slow)
         for namespace in found:
             base = self._bases[namespace.key]
             changed = (
@@ -231,14 +226,10 @@ class Variables:
         look.lost += [(name, _BEGINS_AGAIN) for one in through for name in asking.kept_in(one)]
         look.keep_constants(self._digests)
         self.lost = look.lost
-        kept = {
-            name: one.changed(look, is_whole=name.startswith(_WORKERS)) for name, one in self._passes.items()
-        }
-        passes = {name: entries for name, entries in kept.items() if entries}
         numbered = ((name, _numbering(some)) for name, some in around.items())
         numbers = {name: [*map(enumerates.index_of, one)] for name, one in numbered if one}
         began = {one.key: starts.read(self._bases[one.key].starts, one.may_be_read) for one in found}
-        more = {"passes": passes, "numbers": numbers, "starts": began}
+        more = {"passes": self._passes.changed(look), "numbers": numbers, "starts": began}
         return {"namespaces": rows, "entries": look.entries, **more}
 
     def _around(
@@ -316,30 +307,11 @@ class Variables:
         self._putting, self._hold, self._loaded = Putting(tree), None, tree
         self._starts = {} if self._bases else tree.get("starts", {})
 
-    def pass_begins(
-        self, loader: str, *, goes_on: bool, keeps_workers: bool
-    ) -> tuple[Callable[[], object], list[str]]:
-        """Note with what a pass over a loader begins, and of what its workers are made.
-
-        What is behind the loader is put back as it was then, since the order of a pass that goes on is drawn
-        again, and workers that are kept from pass to pass are made again. Return a function that puts it back
-        as it is now, and what cannot be put back.
-        """
-        owned, workers = self._owned(), _WORKERS + loader
-        namespace = _of_loader(loader, owned)
-        begun = [self._passes[loader]] if goes_on and loader in self._passes else []
-        if keeps_workers and loader not in self._working and workers in self._passes:
-            begun.append(self._passes[workers])
-        now, problems = Moment.now([namespace], owned) if begun else None, list[str]()
-        for one in begun:
-            problems += one.put_back(self._namespaces(frames.own_frames(sys._getframe(1)), owned), owned)
-        self._passes[loader] = Moment.now([namespace], owned, self._known())
-        if keeps_workers:
-            self._working.add(loader)
-            self._passes.setdefault(
-                workers, Moment.now([_of_loader(loader, owned, _SAMPLERS)], owned, self._known())
-            )
-        return partial(now.put_back, (), owned) if now else list, problems
+    def pass_begins(self, name: str, loader: Any, *, goes_on: bool) -> Begun:
+        """Put back what a pass over a loader began with, if it goes on, and what its workers were made of."""
+        owned = self._owned()
+        namespaces = self._namespaces(frames.own_frames(sys._getframe(1)), owned) if goes_on else None
+        return self._passes.begin(name, loader, namespaces, owned, self._known())
 
     def may_ask_again(self) -> bool:
         """Whether batches may be asked for in the running body, in what is left of it."""
@@ -398,34 +370,21 @@ class Variables:
         namespaces = self._namespaces(stack, owned)
         if is_due and self._loaded:
             tree, self._loaded = self._loaded, {}
-            self._passes.clear()
-            self._working.clear()
-            self._passes.update((name, Moment.loaded(one)) for name, one in tree.get("passes", {}).items())
+            self._passes = Passes(tree.get("passes", {}))
             self._numbers.clear()
             self._numbers.update(tree.get("numbers", {}))
-        self.news += self._edited(namespaces, putting)
+        self.news.extend(self._edited(namespaces, putting))
         if self._hold is not None:
             self._hold.put_back(namespaces, owned, putting.lacking())
             namespaces = self._namespaces(stack, owned)
-        for begun in self._passes.values():
-            begun.find(namespaces, owned)
+        self._passes.find(namespaces, owned)
         names = putting.put(namespaces, owned, partial(running.functions, stack))
-        self._remember_workers(namespaces, owned)
+        self._passes.remember_workers(namespaces, owned, self._known())
         if self._hold is None:
             # As they are now, with what was bound.
             self._hold = Hold(self._namespaces(stack, owned), owned)
         self._restored |= putting.bound
         return names, putting.problems
-
-    def _remember_workers(self, namespaces: Sequence[Namespace], owned: Owned) -> None:
-        """Note of what workers that are kept were made, as the checkpoint says it."""
-        loaded = [one for one in self._passes.items() if one[1].putting and one[0].startswith(_WORKERS)]
-        for name, one in loaded:
-            behind = [_of_loader(name.removeprefix(_WORKERS), owned, _SAMPLERS)]
-            now = Moment.now(behind, owned)
-            one.put_back(namespaces, owned)
-            self._passes[name] = Moment.now(behind, owned, self._known())
-            now.put_back((), owned)
 
     def _edited(self, namespaces: Sequence[Namespace], putting: Putting) -> Iterator[str]:
         there = {one.key: one for one in namespaces if not one.is_cell}
@@ -458,12 +417,6 @@ def _asking(here: FrameType | None, loop: Iterator[Any]) -> FrameType | None:
     while here is not None and here.f_code is not type(loop).__next__.__code__:
         here = here.f_back
     return here and here.f_back
-
-
-def _of_loader(loader: str, owned: Owned, without: tuple[str, ...] = ()) -> Namespace:
-    held = owned.loaders.get(loader, {}).items()
-    objects = {where: one for where, one in held if not where.removeprefix(loader).startswith(without)}
-    return running.of_objects(f"loader:{loader}", objects)
 
 
 def _slow(nodes: Iterable[Node], seconds: float) -> str:
