@@ -108,8 +108,8 @@ class Passes:
     ) -> Begun:
         """Put back what a pass began with, if it goes on, and what workers that are kept were made of.
 
-        The order of a pass that goes on is drawn again, and the workers are made again. Return a function that
-        puts all back as it is now, and what cannot be put back.
+        The order of a pass that goes on is drawn again, and the workers are made again. Return a function
+        that puts all back as it is now, and what cannot be put back.
 
         `namespaces`: those of the script; None if it begins. `known`: the objects that a resume can find.
         """
