@@ -162,7 +162,8 @@ def _named(held: Mapping[str, Any]) -> dict[str, Mapping[Any, Any]]:
     if _HOOKS in map(type, held.values()):
         hooks = [name for name, one in held.items() if type(one) is _HOOKS and name[-6:] == "_hooks"]
         for name in hooks:
-            found[name] = dict(enumerate(one for _, one in items_of(held[name]) if not _is_torchs(one)))
+            if some := [one for _, one in items_of(held[name]) if not _is_torchs(one)]:
+                found[name] = dict(enumerate(some))
         found["attribute"] = {name: one for name, one in held.items() if name not in hooks}
     return found
 
@@ -170,8 +171,9 @@ def _named(held: Mapping[str, Any]) -> dict[str, Mapping[Any, Any]]:
 def _is_torchs(hook: Any) -> bool:
     """Whether a hook is PyTorch's, or this package's, and none of the script: it is registered by itself."""
     function = own.unwrapped(hook)
-    while type(function) is types.FunctionType and "__wrapped__" in vars(function):
-        function = own.unwrapped(vars(function)["__wrapped__"])
+    # PyTorch has objects around hooks, that are made like functions with a decorator.
+    while "__wrapped__" in (held := slots.dictionary(function) or {}):
+        function = own.unwrapped(held["__wrapped__"])
     return type(function) is types.FunctionType and own.is_torchs_or_ours(function.__code__)
 
 

@@ -28,7 +28,7 @@ _MOST = 2_000
 _CLOSED = (
     *("torch.utils.data.dataset.", "torch.utils.data.dataloader.", "torch.utils.data._"),
     *("torch.distributed.", "torch._dynamo.", "torch.fx.", "torch._inductor."),
-    *("tqdm.", "rich.", "matplotlib.", f"{__name__.partition('.')[0]}."),
+    *("tqdm.", "rich.", "matplotlib.", "accelerate.state.", f"{__name__.partition('.')[0]}."),
 )
 """Packages whose objects are left alone: data belong to their loaders, what shows the training is made again
 by the script, and what is ours is no variable."""
