@@ -30,7 +30,7 @@ BROKEN = {
     "numpy_unseeded": ("repeat: numpy", "NumPy's generator"),
     "seed_from_the_time": ("repeat: clock", "the time"),
     "set_order": ("repeat: hash", "set of strings"),
-    "split_by_a_fresh_generator": ("repeat: system", "splitter"),
+    "split_by_a_fresh_generator": ("repeat: system", "seeded by the operating system"),
     "torch_unseeded": ("repeat: torch", "torch's generator"),
     "worker_seeded_by_the_time": ("repeat: clock", "the time"),
     "python_random_in_a_dataset": ("repeat: python", "Python's generator"),

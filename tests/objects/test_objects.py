@@ -356,3 +356,16 @@ def test_containers_that_other_threads_change_are_walked() -> None:
     finally:
         done.set()
         thread.join()
+
+
+def test_hooks_that_torch_registers_late_are_no_change_and_those_of_the_script_are() -> None:
+    network = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    before = content(network[0])
+
+    nn.utils.parametrizations.weight_norm(other := nn.Linear(2, 2))
+    (torchs,) = other._load_state_dict_pre_hooks.values()
+    network[0]._load_state_dict_pre_hooks[7] = torchs
+    assert content(network[0]) == before
+
+    network[0].register_load_state_dict_pre_hook(lambda *_: None)
+    assert content(network[0]) != before
