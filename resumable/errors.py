@@ -76,7 +76,7 @@ R20 | A training loop over a `DataLoader` itself, given or not. Give it, and loo
 R21 | `persistent_workers=True` of a `DataLoader` that was not given and was begun before the load, or looks
       like another. Give it a `generator=` of its own. | as it is looped over
 R22 | What a dataset or a `collate_fn` without `state_dict` keeps from batch to batch in a worker: a count,
-      a running mean. Caches, what is larger than 64 MB, and objects of libraries are left out. | at the
+      a running mean. Caches, what is larger than 1 MB, and objects of libraries are left out. | at the
       first save after two of the worker's batches; of a stream in persistent workers, in its second epoch
 R23 | Generators out of reach: more than 256 in one container, OpenCV's (`cv2.randu`, `randn`,
       `randShuffle`), one that is gone as a worker begins. | at the load

@@ -98,7 +98,8 @@ def mark(value: Any) -> Mark:
     """Return a stand-in for a value: an atom itself, to the bit, or the identity of an object."""
     of = type(value)
     if of in _EQUAL:
-        return of, value
+        # Python writes no decimals of a large one.
+        return of, hex(value) if of is int and value.bit_length() > 4000 else value
     if of is float and value and value == value:
         return of, value
     if of in ATOMS:
@@ -131,13 +132,13 @@ def digest(items: Collection[Any], types: Collection[type] = ()) -> bytes:
     # An integer may be too long for a row, or even for decimals; another thread may change a list.
     with contextlib.suppress(OverflowError, TypeError, ValueError, IndexError):
         of = next(iter(types), object)
-        if len(types) == 1 and own.is_own_class(of) and not issubclass(of, tuple):
+        if len(types) == 1 and own.is_own_class(of):
             items, of = [*map(id, items)], int
         if len(types) == 1 and (code := _ROWS.get(of, "")):
             return xxhash.xxh3_128_digest(array.array(code, items)) + code.encode()
         if _PLAIN.issuperset(types):
             return _of_text([*items])
-    return _of_text([(int, hex(one)) if type(one) is int else mark(one) for one in items])
+    return _of_text([*map(mark, items)])
 
 
 def _of_text(items: list[Any]) -> bytes:

@@ -97,13 +97,13 @@ class Loop:
         is_boundary = self._is_direct and at.training.is_in_batches()
         self._drawn_then = at.training.streams.read_draws() if is_boundary else None
         self._batches = batches
-        self.through: Iterator[Any] | None = None
+        self._through: Iterator[Any] | None = None
         at.began(self)
         self._begun_then = at.training.loops_begun
         # Most prefetchers fail where there is no batch.
         is_empty = at.done and at.done == at.length()
         if through is not None and (not is_empty or at.prepared):
-            self.through = iter(through(Loading(at, batches)))
+            self._through = iter(through(Loading(at, batches)))
         self._is_watched = is_watched
 
     def __iter__(self) -> Iterator[Any]:
@@ -142,7 +142,7 @@ class Loop:
             self._ask_first(sys._getframe(1))
         at.ask()
         try:
-            if self.through is None:
+            if self._through is None:
                 batch, digest = at.load_in_hand(self._batches, self._lap)
             else:
                 batch = self._come_through()
@@ -154,7 +154,7 @@ class Loop:
             if shorten(error):
                 raise error  # RESUMABLE_FULL_TRACEBACK=1 shows where
             raise
-        if self.through is None:
+        if self._through is None:
             at.begin_body(digest)
         else:
             at.hand_out()
@@ -208,9 +208,9 @@ class Loop:
             raise
 
     def _come_through(self) -> Any:
-        assert self.through is not None
+        assert self._through is not None
         try:
-            batch = next(self.through)
+            batch = next(self._through)
         except StopIteration:
             self._at.draws.catch_up()
             if kept := len(self._at.ahead):

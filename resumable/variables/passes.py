@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -30,7 +30,7 @@ _MOST_ITEMS, _MOST_NUMBERS = 4096, 100_000
 _MOST_BYTES = 16 << 20
 Known = Mapping[int, Met]
 Begun = tuple[Callable[[], object], list[str]]
-_WORKERS, _SAMPLERS = "workers of ", (".sampler", ".batch_sampler")
+_WORKERS, _ORDERS = "workers of ", (".sampler", ".batch_sampler")
 
 
 class Moment(NamedTuple):
@@ -69,9 +69,16 @@ class Moment(NamedTuple):
         same = self._same(look)
         if not is_whole and all(number in same for number, one in enumerate(self.entries) if "at" in one):
             return []
-        return [
-            _place(one) if number in same and "at" in one else one for number, one in enumerate(self.entries)
-        ]
+        return [self._since(number, same, look) for number in range(len(self.entries))]
+
+    def _since(self, number: int, same: Collection[int], look: Look) -> Entry:
+        """Return an entry without its content if that is the same, else with the names that came since."""
+        entry, (value, _) = self.entries[number], self.then[number]
+        if number in same and "at" in entry:
+            return _place(entry)
+        if entry.get("kind") != "object" or "is_all" not in entry:
+            return entry
+        return {**entry, "gone": [*look.attributes(value).keys() - {name for name, _ in entry["set"]}]}
 
     def _same(self, look: Look) -> set[int]:
         contents = [then is None or look.content(Node(one)) == then for one, then in self.then]
@@ -86,8 +93,8 @@ class Moment(NamedTuple):
         """Put it back; return what cannot be put back."""
         putting = self.putting
         if putting is None:
-            same = self._same(Look(owned))
-            entries = [_place(one) if number in same else one for number, one in enumerate(self.entries)]
+            same = self._same(look := Look(owned))
+            entries = [self._since(number, same, look) for number in range(len(self.entries))]
             there = {number: one for number, (one, _) in enumerate(self.then)}
             putting = Putting({"namespaces": [], "entries": entries}, there)
         putting.put(namespaces, owned)
@@ -124,7 +131,7 @@ class Passes:
         self._begun[name] = Moment.now(behind, owned, known)
         if keeps_workers:
             self._working.add(name)
-            self._begun.setdefault(workers, Moment.now([_behind(name, owned, _SAMPLERS)], owned, known))
+            self._begun.setdefault(workers, Moment.now([_behind(name, owned, _ORDERS)], owned, known))
         return partial(now.put_back, (), owned) if now else list, problems
 
     def changed(self, look: Look) -> dict[str, list[Entry]]:
@@ -137,13 +144,13 @@ class Passes:
         for one in self._begun.values():
             one.find(namespaces, owned)
 
-    def remember_workers(self, namespaces: Sequence[Namespace], owned: Owned, known: Known) -> None:
-        """Note of what workers that are kept were made: what is there now, or what the checkpoint has."""
+    def remember_workers(self, namespaces: Sequence[Namespace], owned: Owned, known: Known) -> Iterator[str]:
+        """Note of what workers that are kept were made, as a checkpoint has it; yield what it lacks."""
         loaded = [one for one in self._begun.items() if one[1].putting and one[0].startswith(_WORKERS)]
         for name, one in loaded:
-            behind = [_behind(name.removeprefix(_WORKERS), owned, _SAMPLERS)]
+            behind = [_behind(name.removeprefix(_WORKERS), owned, _ORDERS)]
             now = Moment.now(behind, owned)
-            one.put_back(namespaces, owned)
+            yield from one.put_back(namespaces, owned)
             self._begun[name] = Moment.now(behind, owned, known)
             now.put_back((), owned)
 

@@ -14,7 +14,6 @@ from ..files.threads import no_garbage_collection
 from ..objects import kinds, walks
 from ..objects.contents import ATOMS, Content, mark
 from ..objects.walks import Met, Node
-from ..position.batch_loop import Loop
 from . import running, signs, starts
 from .choice import ALL, Choice
 from .holds import Hold
@@ -44,7 +43,6 @@ _COUNTED = (
     "[R07]"
 )
 _MANY = 100_000
-_BEGINS_AGAIN = "what through= keeps from batch to batch: a resume begins it again"
 _BEHIND_YIELD = "what it does behind the yield that hands a batch on: a resume leaves that out for this batch"
 
 
@@ -182,7 +180,7 @@ class Variables:
             known |= met
 
     @no_garbage_collection()
-    def look(self, loops: Mapping[str, Loop] = MappingProxyType({})) -> dict[str, Any]:
+    def look(self, loops: Mapping[str, Iterator[Any]] = MappingProxyType({})) -> dict[str, Any]:
         """Return what has changed since the loop began.
 
         `loops`: those over the batches of loaders that are in their middle.
@@ -222,8 +220,6 @@ class Variables:
             rows.append([namespace.key, look.bound(changed, self._remade(namespace) | later)])
             look.lost += self._begun_before(namespace, base)
         look.lost += self._imported(there)
-        through = (one.through for one in loops.values() if one.through is not None)
-        look.lost += [(name, _BEGINS_AGAIN) for one in through for name in asking.kept_in(one)]
         look.keep_constants(self._digests)
         self.lost = look.lost
         numbered = ((name, _numbering(some)) for name, some in around.items())
@@ -379,7 +375,7 @@ class Variables:
             namespaces = self._namespaces(stack, owned)
         self._passes.find(namespaces, owned)
         names = putting.put(namespaces, owned, partial(running.functions, stack))
-        self._passes.remember_workers(namespaces, owned, self._known())
+        putting.problems += self._passes.remember_workers(namespaces, owned, self._known())
         if self._hold is None:
             # As they are now, with what was bound.
             self._hold = Hold(self._namespaces(stack, owned), owned)

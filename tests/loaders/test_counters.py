@@ -428,7 +428,7 @@ QUIET = {
     "lru_cache": over(lambda: Counting(looks_up, kept=functools.lru_cache(lambda index: [index]))),
     "generator": over(lambda: Counting(draws, kept=random.Random(3))),
     "of a library": over(lambda: Counting(learns, kept=Vocabulary())),
-    "large": over(lambda: Counting(adds_up, kept=np.zeros(9_000_000))),
+    "large": over(lambda: Counting(adds_up, kept=np.zeros(200_000))),
     "with a state": over(StatefulNumbered),
     "stream": over(Restarting),
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Hashable, Iterator, Mapping
 from itertools import islice
 from typing import Any
@@ -18,8 +18,8 @@ from .states import is_stateful
 _LOOKS = 4
 """After so many fetches."""
 _MOST_OBJECTS = 1024
-_MOST_BYTES = 64 << 20
-_ITEM = 4096
+_MOST_BYTES = 1 << 20
+_ITEM = 64
 """An item of a list takes as long as so many bytes of an array."""
 _SIZED: tuple[Any, ...] = (dict, list, deque, tuple, set, frozenset)
 _OWNERS = {"object", "library", "network", "function", "method", "partial"}
@@ -37,18 +37,18 @@ class Memory:
         self._roots = roots
         self._before = signature(roots)
         self._looks = 0
-        self._changes = Counter[str]()
+        self._changed = set[str]()
 
     def after_fetch(self) -> list[str]:
-        """Return the attributes that have changed in this fetch and in one before."""
+        """Return the attributes that have changed in this fetch and in the one before."""
         if self._looks == _LOOKS:
             return []
         self._looks += 1
         before, self._before = self._before, signature(self._roots)
         # A new value loses nothing: it is a file opened late, or an item of a cache.
         changed = {key[0] for key, now in self._before.items() if before.get(key, now) != now}
-        self._changes.update(changed)
-        return sorted(name for name in changed if self._changes[name] == 2)
+        before_too, self._changed = self._changed, changed
+        return sorted(changed & before_too)
 
 
 def warning(loader: str, attribute: str) -> str:

@@ -8,14 +8,11 @@ import inspect
 import sys
 from collections.abc import Iterator
 from itertools import count, cycle, islice
-from types import CodeType, FrameType, FunctionType, GeneratorType
+from types import CodeType, FrameType, GeneratorType
 from typing import Any
 
-import numpy as np
-import torch
-
-from ...objects import own, slots
-from . import ahead, bytecode, frames
+from ...objects import own
+from . import ahead, bytecode
 
 _LIBRARY = __name__.partition(".")[0] + "."
 _COUNTERS: tuple[type, ...] = (type(iter(range(0))), type(iter([])), count)
@@ -66,42 +63,6 @@ def _referrers(value: Any) -> list[Any]:
     # Without frames: the one that asks would be kept alive by what it is given, and the iterator with it.
     # Among all objects, not only young ones: zip() and enumerate() are older than the iterator they ask for.
     return [one for one in gc.get_referrers(value) if type(one) is not FrameType]
-
-
-def kept_in(iterator: Any) -> Iterator[str]:
-    """Yield the numbers that iterators of the script count from item to item, by name.
-
-    >>> def numbered(items):
-    ...     count = 0
-    ...     for item in items:
-    ...         yield count, item
-    ...         count += 1
-    >>> begun = numbered("ab")
-    >>> next(begun), [*kept_in(begun)]
-    ((0, 'a'), ['count'])
-    """
-    waiting, seen = [iterator], list[Any]()
-    while waiting:
-        seen.append(one := waiting.pop())
-        held, counted, inner = dict[str, Any](), frozenset[str](), list[Any]()
-        if type(one) is GeneratorType and one.gi_frame is not None and not one.gi_running:
-            inner, code = gc.get_referents(one, one.gi_frame), one.gi_code
-            if own.is_own_code(code):
-                held = frames.variables(one.gi_frame)
-                counted = bytecode.live_before(code)[one.gi_frame.f_lasti] & bytecode.assigned_in_loops(code)
-        elif own.is_own_class(type(one)):
-            held, step = slots.attributes(one), own.unwrapped(getattr(type(one), "__next__", None))
-            places = bytecode.places(step.__code__) if type(step) is FunctionType else ()
-            counted, inner = frozenset(name for name in held if f".{name}" in places), [*held.values()]
-        yield from (name for name, value in held.items() if name in counted and _is_number(value))
-        waiting += [
-            it for it in inner if issubclass(type(it), Iterator) and not any(it is other for other in seen)
-        ]
-
-
-def _is_number(value: Any) -> bool:
-    is_scalar = isinstance(value, torch.Tensor) and value.ndim == 0
-    return is_scalar or (isinstance(value, (int, float, np.number)) and type(value) is not bool)
 
 
 def generators_in(variables: dict[str, Any]) -> list[GeneratorType[Any, Any, Any]]:
