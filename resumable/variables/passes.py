@@ -94,7 +94,10 @@ class Moment(NamedTuple):
         putting = self.putting
         if putting is None:
             same = self._same(look := Look(owned))
-            entries = [self._since(number, same, look) for number in range(len(self.entries))]
+            entries = [
+                _place(one) if number in same else self._since(number, same, look)
+                for number, one in enumerate(self.entries)
+            ]
             there = {number: one for number, (one, _) in enumerate(self.then)}
             putting = Putting({"namespaces": [], "entries": entries}, there)
         putting.put(namespaces, owned)
