@@ -1,4 +1,4 @@
-"""With what the passes over loaders began: their orders are drawn again from it, and their workers made again."""
+"""With what passes over loaders began: orders are drawn again from it, and workers are made again."""
 
 from __future__ import annotations
 
